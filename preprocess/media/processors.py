@@ -311,11 +311,8 @@ class SliceVideoConfig(SliceConfig):
 def slice_image_config(directory: Path | str, mode: str = "16x") -> SliceConfig | None:
     """Return the config of the image processor, None if the checkpoint has none.
 
-    Args:
-        directory: of the checkpoint.
-        mode: `downsample_mode` where the file has none.
-
-    Raises CheckpointError for settings that are not supported.
+    A file may leave its `downsample_mode` to `mode`. Raises CheckpointError for settings that are
+    not supported.
     """
     raw = _image_fields(directory)
     return SliceConfig(**_slice_fields(raw, directory, mode)) if raw else None

@@ -19,7 +19,7 @@ import torch
 from vlm_serve.errors import CheckpointError, ConfigError
 from vlm_serve.system.foreign_files import foreign
 
-DTYPES = {
+_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -294,15 +294,15 @@ class Config:
         return self._like({**self.raw, **given}, self._source, self._place, inner)
 
     def dtype(self, *sections: Config) -> torch.dtype:
-        """Return the dtype of the weights, which sections may name as well; bfloat16 by default,
-        and where it is `auto`, which the file decides."""
+        """Return the dtype of the weights, which sections may name as well; bfloat16 by default
+        and where it is `auto`."""
         for section in (self, *sections):
             for name in ("dtype", "torch_dtype"):
                 value = section.raw.get(name)
                 if value not in (None, "auto"):
-                    if not isinstance(value, str) or value not in DTYPES:
+                    if not isinstance(value, str) or value not in _DTYPES:
                         raise CheckpointError(f"{name} {value!r} is not supported")
-                    return DTYPES[value]
+                    return _DTYPES[value]
         return torch.bfloat16
 
 

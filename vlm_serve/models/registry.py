@@ -8,17 +8,16 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.config import DTYPES, Changes, Config, read_json
-from vlm_serve.models.files import INDEX_FILE, SIDECAR, open_files, other_weights, weight_files
+from vlm_serve.models.config import Changes, Config, read_json
+from vlm_serve.models.files import INDEX_FILE, SIDECAR, other_weights, weight_files
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
-from vlm_serve.models.relatives import missing_of
 from vlm_serve.models.spec import ModelSpec
 
 _SECTION = "vision_config"
@@ -51,6 +50,7 @@ class Served:
 
 
 _NO_CHANGES = Changes()
+_Text = partial(Served, media=())
 _QWEN3_5 = "vlm_serve.models.families.qwen3_5"
 _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
@@ -67,35 +67,28 @@ FAMILIES = {
         "Qwen3_5MoeConfig",
         experts=True,
     ),
-    "qwen3_5_text": Served(
-        "Qwen3.5 to 3.8 without a tower", _QWEN3_5, "Qwen3_5TextConfig", media=()
-    ),
-    "qwen3_5_moe_text": Served(
+    "qwen3_5_text": _Text("Qwen3.5 to 3.8 without a tower", _QWEN3_5, "Qwen3_5TextConfig"),
+    "qwen3_5_moe_text": _Text(
         "Qwen3.5 to 3.8 MoE without a tower",
         _QWEN3_5,
         "Qwen3_5MoeTextConfig",
-        media=(),
         experts=True,
     ),
     "qwen3_vl": Served("Qwen3-VL 2B, 4B, 8B, 32B", _QWEN3_VL, "Qwen3VLConfig", state=False),
     "qwen3_vl_moe": Served(
         "Qwen3-VL 30B-A3B, 235B-A22B", _QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True
     ),
-    "qwen3_next": Served(
+    "qwen3_next": _Text(
         "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         _QWEN3_NEXT,
         "Qwen3NextConfig",
-        media=(),
         experts=True,
     ),
-    "qwen3": Served(
-        "Qwen3 0.6B, 1.7B, 4B, 8B, 14B, 32B", _QWEN3, "Qwen3Config", media=(), state=False
-    ),
-    "qwen3_moe": Served(
+    "qwen3": _Text("Qwen3 0.6B, 1.7B, 4B, 8B, 14B, 32B", _QWEN3, "Qwen3Config", state=False),
+    "qwen3_moe": _Text(
         "Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder 30B-A3B, 480B-A35B",
         _QWEN3,
         "Qwen3MoeConfig",
-        media=(),
         state=False,
         experts=True,
     ),
@@ -106,12 +99,41 @@ FAMILIES = {
 """By `model_type` of config.json."""
 
 PARTS = {
-    "qwen3_vl_text": Served("Qwen3-VL", _QWEN3_VL, "Qwen3VLTextConfig", media=(), state=False),
-    "qwen3_vl_moe_text": Served(
-        "Qwen3-VL MoE", _QWEN3_VL, "Qwen3VLMoeTextConfig", media=(), state=False, experts=True
-    ),
+    "qwen3_vl_text": _Text("", _QWEN3_VL, "Qwen3VLTextConfig", state=False),
+    "qwen3_vl_moe_text": _Text("", _QWEN3_VL, "Qwen3VLMoeTextConfig", state=False, experts=True),
 }
 """Language models that trainers save without the tower that all published ones have."""
+
+
+KINDS = {
+    "audio; take Qwen3-VL": """audio_config enable_audio_output minicpmo qwen2_5_omni qwen2_audio
+        qwen3_asr qwen3_omni qwen3_omni_moe voxtral""",
+    "Mamba's recurrence; take Qwen3.5": """mamba_d_conv mamba_d_state mamba_num_heads bamba jamba
+        falcon_h1 granitemoehybrid mamba mamba2 nemotron_h nemotron_h_omni zamba zamba2""",
+    "short convolutions; take Qwen3.5": "conv_L_cache conv lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl",
+    "a decay per channel (KDA) and compressed keys (MLA); take Qwen3.5": """bailing_hybrid glm5_next
+        kimi_k3 kimi_linear""",
+    "a recurrence without a delta rule; take Qwen3.5": "minimax rwkv xlstm",
+    "a delta rule with negative eigenvalues; take Qwen3.5": "olmo_hybrid",
+    "sparse attention, whose keys an index chooses; take Qwen3.8": """index_n_heads index_topk
+        index_topk_blocks deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa minimax_m3_vl
+        qwen4_exp=Qwen3.8-Flash-Next""",
+    "compressed keys (MLA); take Qwen3-VL": """kv_lora_rank deepseek_v2 deepseek_v3 glm4_moe_lite
+        kimi_k2 kimi_k25 kimi_vl longcat_flash minicpm3 mistral4""",
+    "sliding windows; take Qwen3-VL": """sliding_attention hybrid_sliding gemma2 gemma3 gemma3n
+        gemma4 gpt_oss inkling inkling2 mellum ministral muse_glimmer step3p5 step3p7 zaya""",
+    "partial rotations; take Qwen3-VL": "glm4 glm46v glm4v glm4v_moe glm_ocr",
+    "a tower with windows; take Qwen3-VL": "qwen2_5_vl=Qwen2.5-VL",
+    "another vision tower; take Qwen3-VL": """vision_config cosmos3_edge cosmos3_omni deepseek_ocr2
+        deepseek_vl granite4_vision hunyuan_vl internvl internvl_chat keye lighton_ocr
+        llava_onevision minicpmv mistral3 molmo2 ovis2 paddleocr_vl qianfan_ocr qwen2_vl smolvlm
+        video_llama_3""",
+    "no norms of queries and keys; take Qwen3": """llama llama4 ministral3 mistral mixtral phi3
+        qwen2 qwen2_moe solar_open""",
+    "norms over all heads, or a router with biases; take Qwen3": "glm4_moe minimax_m2 olmo2",
+}
+"""What a model has, by `model_type` of config.json, with a name for it if it has another one, or by
+a field or a name in `layer_types` that an unknown type has. The first kind counts."""
 
 
 def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
@@ -131,7 +153,6 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
     spec = _without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
-    spec = _with_stored_dtype(spec, path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -175,8 +196,25 @@ def _named_as_text(raw: dict[str, Any]) -> dict[str, Any]:
 def _unknown(raw: Mapping[str, Any]) -> str:
     """Return the message about a type that is not supported."""
     known = "; ".join(f"{family.models} ({name})" for name, family in FAMILIES.items())
-    why = missing_of(raw)
-    return f"model_type {raw.get('model_type')!r} is not supported{why}; supported are {known}"
+    kind = f"model_type {raw.get('model_type')!r}"
+    return f"{kind} is not supported{_missing_of(raw)}; supported are {known}"
+
+
+def _missing_of(config: Mapping[str, Any]) -> str:
+    """Return the sentence about what the model of a config.json has that is missing here; "" if
+    nobody knows."""
+    kind, inner = str(config.get("model_type")).removesuffix("_text"), config.get("text_config")
+    sections = [config, inner if isinstance(inner, Mapping) else {}]
+    marks = {name for section in sections for name, value in section.items() if value}
+    for names in (section.get("layer_types") for section in sections):
+        marks.update(map(str, names) if isinstance(names, list) else ())
+    for known in ({kind}, marks):
+        for has, types in KINDS.items():
+            names = dict(name.partition("=")[::2] for name in types.split())
+            if not known.isdisjoint(names):
+                name = names.get(kind) or kind.replace("_", "-").capitalize()
+                return f": {name} has {has}"
+    return ""
 
 
 def _class_of(source: str) -> Any:
@@ -202,18 +240,6 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     _tell(path)
     config = {name: value for name, value in spec.config.items() if name != _SECTION}
     return replace(spec, vision=None, config=config)
-
-
-def _with_stored_dtype(spec: ModelSpec, path: Path) -> ModelSpec:
-    """Return the model with the type of its table of embeddings if config.json says `auto`."""
-    sections = (spec.config, spec.config.get("text_config") or {})
-    if "auto" not in [part.get(name) for part in sections for name in ("dtype", "torch_dtype")]:
-        return spec
-    for file in open_files(path):
-        name = next((each for each in file.names() if each.endswith("embed_tokens.weight")), None)
-        if name is not None and file.tensor(name).dtype in DTYPES.values():
-            return replace(spec, dtype=file.tensor(name).dtype)
-    return spec
 
 
 def tensor_names(path: Path) -> Collection[str]:

@@ -3,7 +3,6 @@ values that their writers meant."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
-from quantised_configs import CHANNEL, GPTQ, PACKED
+from quantised_configs import CHANNEL, PACKED
 from safetensors.torch import load_file, save_file
 
 from vlm_serve.errors import CheckpointError
@@ -193,65 +192,6 @@ def test_mxfp8(tmp_path: Path, spec: CheckpointSpec, writer: str, compiled: bool
 
     def plain(tensors: Tensors, config: dict[str, Any]) -> Tensors:
         values = {name: mxfp8(tensors[name])[1] for name in projections(tensors)}
-        return {name: each.float() for name, each in tensors.items()} | values
-
-    numbers = rewritten(make_checkpoint(tmp_path / "plain", spec), plain)
-    agree(rewritten(make_checkpoint(tmp_path / "codes", spec), quantise), numbers, compiled)
-
-
-def by_activation(weight: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
-    """Codes of 4 bits whose groups are of columns apart, packed along rows, and their values. These
-    are exact in bfloat16."""
-    rows, depth = weight.shape
-    draws = torch.Generator().manual_seed(depth)
-    order = torch.randperm(depth, generator=draws) // group
-    most = torch.stack(
-        [weight[:, order == each].float().abs().amax(1) for each in range(depth // group)]
-    )
-    scales = (most.T.clamp_min(1e-6) / 7).log2().ceil().exp2()
-    codes = (weight.float() / scales[:, order]).round().clamp(-8, 7) + 8
-    each = codes.to(torch.int64).view(rows, -1, 8)
-    words = sum(each[..., at] << (4 * at) for at in range(8))
-    stored = {"packed": torch.as_tensor(words).to(torch.uint32).view(torch.int32)}
-    stored |= {"scale": scales, "g_idx": order.int(), "shape": torch.tensor([rows, depth])}
-    return stored, (codes - 8) * scales[:, order]
-
-
-def as_gptq(stored: Tensors) -> Tensors:
-    """The same in GPTQ's layout, with zero points in the middle."""
-    rows, groups = stored["scale"].shape
-    return {
-        "qweight": stored["packed"].T,
-        "qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),
-        "scales": stored["scale"].T,
-        "g_idx": stored["g_idx"],
-    }
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("writer", ["gptq", "compressed-tensors"])
-@pytest.mark.parametrize("spec", [DENSE, MOE], ids=["dense", "moe"])
-def test_columns_in_the_order_of_their_activations(
-    tmp_path: Path, spec: CheckpointSpec, writer: str, compiled: bool
-) -> None:
-    """Scattered groups become plain numbers."""
-    ordered = copy.deepcopy(PACKED) | {"format": "pack-quantized"}
-    ordered["config_groups"]["group_0"]["weights"] |= {"actorder": "group", "group_size": 16}
-    gptq = GPTQ | {"group_size": 16, "desc_act": True, "dynamic": {}}
-
-    def quantise(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-        config["quantization_config"] = gptq if writer == "gptq" else ordered
-        for name in projections(tensors):
-            stored, _ = by_activation(tensors.pop(name), 16)
-            if writer == "gptq":
-                own = as_gptq(stored)
-                tensors |= {f"{name.removesuffix('weight')}{k}": v for k, v in own.items()}
-            else:
-                tensors |= {f"{name}_{suffix}": each for suffix, each in stored.items()}
-        return tensors
-
-    def plain(tensors: Tensors, config: dict[str, Any]) -> Tensors:
-        values = {name: by_activation(tensors[name], 16)[1] for name in projections(tensors)}
         return {name: each.float() for name, each in tensors.items()} | values
 
     numbers = rewritten(make_checkpoint(tmp_path / "plain", spec), plain)

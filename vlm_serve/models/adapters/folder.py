@@ -29,7 +29,6 @@ _KINDS = {
     "lora_embedding_": "a tuned table of embeddings",
     "lora_magnitude_vector": "DoRA's magnitudes",
     "modules_to_save": "a module saved whole",
-    ".lora_B.bias": "a tuned bias",
     ".bias": "a tuned bias",
 }
 """Parts of tensors' names of adapters that are refused, and what they are."""
@@ -52,41 +51,11 @@ _SHOWN = 60
 _LARGEST = torch.finfo(torch.float32).max
 _PATTERN_SECONDS = 5.0
 """Processor time for patterns. A request to load an adapter must not outlast a server's end."""
-_HARMLESS = frozenset(
-    [
-        "alpha_pattern",
-        "arrow_config",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "corda_config",
-        "eva_config",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_config",
-        "megatron_core",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "use_rslora",
-    ]
-)
+_HARMLESS = """alpha_pattern arrow_config auto_mapping base_model_name_or_path bias corda_config
+    eva_config exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern
+    layers_to_transform loftq_config lora_alpha lora_dropout lora_ga_config megatron_config
+    megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern
+    revision runtime_config target_modules target_parameters task_type use_rslora"""
 """Fields that are read below, or that matter to training alone."""
 _REFUSED = {
     "use_dora": "DoRA",
@@ -106,8 +75,6 @@ _MERGE = (
     "AutoProcessor.from_pretrained(BASE).save_pretrained(FOLDER)"
 )
 """What helps with an adapter that is refused, with transformers and PEFT."""
-_UNMERGEABLE = re.compile(r"arrow_config|alora\w*|.*PROMPT.*|P_TUNING|PREFIX_TUNING|CPT|POLY|XLORA")
-"""Fields and types of adapters that follow the prompt, so that no weights stand for them."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the base model's weights: the adapter then fits no other base."""
 _INNER = ".base_layer"
@@ -397,7 +364,7 @@ def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
             f"save the adapter with path_initial_model_for_weight_conversion{_MERGE}"
         )
     for name, value in raw.items():
-        if name not in _HARMLESS and name not in _REFUSED and value:
+        if name not in _HARMLESS.split() and name not in _REFUSED and value:
             raise CheckpointError(
                 f"{CONFIG_FILE}: {name[:_SHOWN]} is set, and is not supported{_help(name)}"
             )
@@ -416,9 +383,9 @@ def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
 
 
 def _help(what: object) -> str:
-    """Return what helps with an unsupported field or type of adapters; "" if nothing does."""
-    known = isinstance(what, str) and not _UNMERGEABLE.fullmatch(what)
-    return _MERGE if known else ""
+    """Return what helps with an unsupported field or type of adapters; "" if nothing does, because
+    it follows the prompt."""
+    return "" if re.search(r"arrow|alora|PROMPT|TUNING|CPT|POLY|XLORA", str(what)) else _MERGE
 
 
 def _by_pattern(

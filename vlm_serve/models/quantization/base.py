@@ -88,11 +88,6 @@ class Opened(ABC):
         """Rows that share a scale."""
         return 1
 
-    @property
-    def scattered(self) -> bool:
-        """True if values that share a scale lie apart, which no product here can follow."""
-        return False
-
 
 class Format(ABC):
     """The storage of one kind of weights; frozen, so that layers can share one."""
@@ -105,11 +100,6 @@ class Format(ABC):
     @abstractmethod
     def mark(self, names: Names) -> str:
         """Return the name of the tensor whose presence indicates this format."""
-
-    @property
-    def ordered(self) -> bool:
-        """True if its weights are `scattered`, as far as config.json says."""
-        return False
 
     def holds(self, tensors: Tensors, names: Names) -> bool:
         """Return True if a checkpoint stores a weight in this format."""

@@ -37,6 +37,7 @@ from vlm_serve.models.quantization.base import (
     shaped,
     whole_weight,
 )
+from vlm_serve.models.quantization.fields import PLAIN
 
 _PLACES = {4: [0, 4, 1, 5, 2, 6, 3, 7], 8: [0, 2, 1, 3]}
 """The place in a word of AWQ of each of its codes, by bits."""
@@ -50,8 +51,6 @@ class OpenedIntegers(Opened):
         scales: `[N, K / group]`.
         zeros: uint8 `[N, K / group]` or None.
         bits, group: as in IntegerCodes.
-        order: int64 `[K]`, the group of each k where it is not the plain one; codes then come in
-            groups of one.
         factor: of all scales of e2m1 numbers; None: codes are integers.
     """
 
@@ -63,22 +62,15 @@ class OpenedIntegers(Opened):
         bits: int,
         group: int,
         factor: float | None = None,
-        order: torch.Tensor | None = None,
     ) -> None:
         if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
             zeros = None
-        self._unpacked, self._factor, self._order = unpacked, factor, order
+        self._unpacked, self._factor = unpacked, factor
         self._scales, self._zeros, self._bits, self._group = scales, zeros, bits, group
-
-    @property
-    def scattered(self) -> bool:
-        return self._order is not None
 
     def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
         group = math.gcd(self._group, columns.start, len(columns))
         chosen = torch.arange(columns.start, columns.stop, group) // self._group
-        if self._order is not None:
-            group, chosen = 1, self._order[columns.start : columns.stop]
         part = slice(rows.start, rows.stop)
         zeros = None if self._zeros is None else self._zeros[part][:, chosen]
         codes, scales = self._unpacked(rows, columns), self._scales[part][:, chosen]
@@ -131,16 +123,12 @@ class Integers(Format):
 @dataclass(frozen=True, slots=True)
 class Gptq(Integers):
     """GPTQ. `offset`: added to stored zero points; `symmetric`: whether all of them are expected to
-    be in the middle; `by_activation`: whether `g_idx` must be there, because the quantiser chose an
-    order of columns."""
+    be in the middle; `ordered`: whether `g_idx` must be there, because the quantiser chose an order
+    of columns."""
 
     offset: int
     symmetric: bool
-    by_activation: bool = False
-
-    @property
-    def ordered(self) -> bool:
-        return self.by_activation and self.group != -1
+    ordered: bool = False
 
     def mark(self, names: Names) -> str:
         return names.sibling("qweight")
@@ -157,12 +145,12 @@ class Gptq(Integers):
                 f"{name} are not those of symmetric weights; sym or checkpoint_format in "
                 "quantization_config is wrong"
             )
-        index = names.sibling("g_idx")
-        if self.ordered and groups > 1 and index not in tensors:
-            raise CheckpointError(f"the checkpoint has no {index}, which desc_act asks for")
-        order = _order(tensors, index, part.sizes[1], group, "desc_act", known=self.ordered)
+        order = names.sibling("g_idx")
+        if self.ordered and groups > 1 and order not in tensors:
+            raise CheckpointError(f"the checkpoint has no {order}, which desc_act asks for")
+        _check_order(tensors, order, part.sizes[1], group, "desc_act")
         unpacked = partial(codes_of_rows, packed.T, self.bits)
-        return OpenedIntegers(unpacked, factors, zeros.T, self.bits, group, order=order)
+        return OpenedIntegers(unpacked, factors, zeros.T, self.bits, group)
 
     def nbytes(self, columns: int, depth: int) -> int:
         return self._nbytes(columns, depth, zeros=not self.symmetric)
@@ -198,16 +186,10 @@ class Awq(Integers):
 
 @dataclass(frozen=True, slots=True)
 class Packed(Integers):
-    """compressed-tensors' integers. `plain`: codes are int8 and not packed; `by_activation`: the
-    quantiser chose an order of columns."""
+    """compressed-tensors' integers. `plain`: codes are int8 and not packed."""
 
     symmetric: bool
     plain: bool = False
-    by_activation: bool = False
-
-    @property
-    def ordered(self) -> bool:
-        return self.by_activation and self.group != -1
 
     def mark(self, names: Names) -> str:
         return names.weight if self.plain else names.of_weight("packed")
@@ -229,13 +211,10 @@ class Packed(Integers):
         whole: tuple[tuple[int, ...], ...] = ((rows,), (1,), ()) if group == depth else ()
         factors = scales(tensors, name, (rows, depth // group), *whole)
         factors = factors.reshape(-1, depth // group).expand(rows, -1)
-        index = names.of_weight("g_idx")
-        if self.ordered and group < depth and index not in tensors:
-            raise CheckpointError(f"the checkpoint has no {index}, which actorder asks for")
-        order = _order(tensors, index, depth, group, "actorder", known=self.ordered)
+        _check_order(tensors, names.of_weight("g_idx"), depth, group, "actorder")
         zeros = self._zeros(tensors, names, rows, depth // group)
         unpacked = partial(codes_of_rows, packed, self.bits)
-        return OpenedIntegers(unpacked, factors, zeros, self.bits, group, order=order)
+        return OpenedIntegers(unpacked, factors, zeros, self.bits, group)
 
     def nbytes(self, columns: int, depth: int) -> int:
         return self._nbytes(columns, depth, zeros=not self.symmetric)
@@ -258,26 +237,18 @@ class Packed(Integers):
         return _halves(_words(stored.T), self.bits)[:, :rows].T
 
 
-def _order(
-    tensors: Tensors, name: str, depth: int, group: int, option: str, *, known: bool
-) -> torch.Tensor | None:
-    """Return the group of each column where a checkpoint stores another one than the plain one.
+def _check_order(tensors: Tensors, name: str, depth: int, group: int, option: str) -> None:
+    """Check that the group of each column, where a checkpoint stores it, is the plain one.
 
     Raises:
-        CheckpointError: it is not `known` by the quantiser's `option` that columns are ordered, or
-            there is no such group.
+        CheckpointError: columns are ordered by activation, by the quantiser's `option`.
     """
-    plain = torch.arange(depth) // group
-    order = shaped(tensors, name, (depth,)).long() if name in tensors else plain
-    if torch.equal(order, plain):
-        return None
-    if not known:
+    if name not in tensors:
+        return
+    if not torch.equal(shaped(tensors, name, (depth,)).long(), torch.arange(depth) // group):
         raise CheckpointError(
-            f"{name} orders columns by activation ({option}), which quantization_config denies"
+            f"{name} orders columns by activation ({option}), which is not supported: {PLAIN}"
         )
-    if not 0 <= int(order.min()) <= int(order.max()) < depth // group:
-        raise CheckpointError(f"{name} names groups that there are not: {depth // group}")
-    return order
 
 
 def codes_of_rows(packed: torch.Tensor, bits: int, rows: range, columns: range) -> torch.Tensor:

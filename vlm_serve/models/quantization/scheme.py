@@ -33,7 +33,7 @@ _PLAIN_BITS = 16
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _PLACES = ("quantization_config", "compression_config", "quantization")
 _USUALLY_DENSE = re.compile(
-    r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
+    r"(.*\.)?(visual|embed_tokens|lm_head|score|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
 )
 """Modules that are dense in published checkpoints, whether their lists include them or not."""
 
@@ -111,8 +111,7 @@ class QuantScheme:
         module = Names(weight).module
         named = any(rule.format and rule.names and rule.fits(module) for rule in self.rules)
         usual = _USUALLY_DENSE.fullmatch(module) and not named
-        format_ = None if usual else self.format_of(weight)
-        return None if format_ is not None and format_.ordered else format_
+        return None if usual else self.format_of(weight)
 
     def stored_format(self, weight: str, tensors: Tensors) -> Format | None:
         """Return a weight's format in a checkpoint; None if it is stored dense, whatever the config
@@ -222,7 +221,7 @@ def _gptq_format(fields: Fields, *, offset: int) -> Gptq:
         group=fields.number("group_size", -1, *GROUPS),
         offset=offset,
         symmetric=fields.switch("sym", default=True),
-        by_activation=fields.switch("desc_act", default=False),
+        ordered=fields.switch("desc_act", default=False),
     )
 
 
@@ -373,11 +372,8 @@ def _group_format(group: Fields, stored: str) -> Format | None:
 def _format_of(group: Fields, weights: Fields, stored: str) -> Format:
     kind, bits = weights.get("type", "int"), weights.get("num_bits")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else None)
+    weights.expect("actorder", False, "weight", "static")
     weights.expect("dynamic", False)
-    if kind == "int":
-        weights.expect("actorder", False, "weight", "static", "group", "dynamic")
-    else:
-        weights.expect("actorder", False, "weight", "static")
     if kind == "float" and bits == 8:
         weights.expect("symmetric", True)
         if stored == _MXFP8:
@@ -411,7 +407,6 @@ def _format_of(group: Fields, weights: Fields, stored: str) -> Format:
         group=size,
         symmetric=weights.switch("symmetric", default=True),
         plain=plain,
-        by_activation=weights.get("actorder") in ("group", "dynamic"),
     )
 
 
@@ -456,6 +451,7 @@ def _modelopt(fields: Fields) -> QuantScheme:
     rules, default = list(_modelopt_rules(kept, None)), None
     wanted: list[str | None] = []
     if _quant_algo(fields) == _MIXED:
+        fields.expect("group_size", 16)
         by_format: dict[str, list[str]] = {}
         for module, content in fields.section("quantized_layers").items():
             section = Fields(content, f"{module} in quantized_layers of {fields.place}")
@@ -534,26 +530,15 @@ _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
     "gguf": _gguf,
 }
 
-_ALIASES = {
-    "intel/auto-round": "auto-round",
-    "auto_round": "auto-round",
-    "gptq_marlin": "gptq",
-    "awq_marlin": "awq",
-    "modelopt_fp4": _MODELOPT,
-    "modelopt_fp8": _MODELOPT,
-    "modelopt_mixed": _MODELOPT,
-}
+_ALIASES = {"intel/auto-round": "auto-round", "gptq_marlin": "gptq", "awq_marlin": "awq"}
+_ALIASES |= dict.fromkeys(("modelopt_fp4", "modelopt_fp8", "modelopt_mixed"), _MODELOPT)
 """Other names of methods."""
 
 _INSTEAD = {
     "mlx": f"bits and group_size without a method are MLX's, whose weights are not read; {PLAIN}",
     "bitsandbytes": f"its nf4 and int8 weights are made from plain ones at loading; {PLAIN}",
-    "hqq": f"its codes have a layout of their own; {PLAIN}",
     "torchao": f"its weights are Python objects; {PLAIN}, or an export as compressed-tensors",
     "quark": f"{PLAIN}, or an export as compressed-tensors",
-    "exl2": f"its rows are of ExLlama's own widths; {PLAIN}",
-    "exl3": f"its trellis codes are ExLlama's own; {PLAIN}",
-    "fbgemm_fp8": f"{PLAIN}, or an export as FP8 with `quant_method` `fp8`",
 }
 """The way out by method."""
 
