@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", ""
 _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)
-_APART = "their groups are of columns apart, in the order of their activations"
+_LEFT = re.compile(r".*\b(mtp\.|lm_head\.|\w+_scale$).*|.*\.inv_freq")
+"""Tensors that are left unread with reason: of drafts, tied heads and quantised activations."""
 _TELL_SECONDS = 2.0
 _RELEASE_BYTES = 64 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,7 +86,7 @@ class Weights:
         self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.compiled = compiled
-        self._scattered = False
+        self._used: set[str] = set()
         self._files: dict[str, TensorFile] = {}
         self._checked: set[str] = set()
         self._read = self._total = self._released = 0
@@ -130,6 +132,7 @@ class Weights:
         """Return a tensor as stored in its file, whatever its shape and dtype."""
         if name not in self._files:
             raise CheckpointError(self._missing(name))
+        self._used.add(name)
         return self._files[name].tensor(name)
 
     def _missing(self, name: str) -> str:
@@ -155,11 +158,6 @@ class Weights:
         if format_ is None:
             return self._made_codes(part, shard)
         opened = format_.open(self, part)
-        if opened.scattered:  # `mapped` has its numbers.
-            if not self._scattered:
-                _log.warning("%s and others are kept as numbers, not codes: %s", part.name, _APART)
-            self._scattered = True
-            return None
         if part.name not in self.quantised:
             self.quantised.add(part.name)
             self._tell(format_.nbytes(*part.sizes))
@@ -179,14 +177,7 @@ class Weights:
         return quantised(part.pieces(self, shard), kind.bits, kind.group, columns)
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return a tensor as stored in its file: read-only memory, paged in when touched. Of a
-        weight whose codes are `scattered` its numbers, in their own memory."""
-        format_ = None if name in self else self._format(name)
-        if format_ is not None:
-            part = Part(name, tuple(shape))
-            opened = format_.open(self, part)
-            values = (each.values().to(self.dtype) for each in pieces(opened, part, None))
-            return torch.cat(list(values))
+        """Return a tensor as stored in its file: read-only memory, paged in when touched."""
         tensor = self.stored(name)
         if Names(name).sibling("biases") in self and tensor.dtype == torch.uint32:
             raise CheckpointError(f"{name} is MLX's, whose weights are not read: {PLAIN}")
@@ -262,6 +253,12 @@ class Weights:
             return stored(first.pieces(), columns, depth, self.device)
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
+
+    def tell_unread(self) -> None:
+        """Log which tensors of the files were not read."""
+        unread = sorted(n for n in self._files.keys() - self._used if not _LEFT.fullmatch(n))
+        if unread:
+            _log.warning("%d tensors are not read: %s", len(unread), ", ".join(unread[:3]))
 
     def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
         """Return the number by which adapters find what `stacked` returns; 0: none do."""
