@@ -257,7 +257,7 @@ class Weights:
     def tell_unread(self) -> None:
         """Log which tensors of the files were not read."""
         unread = sorted(n for n in self._files.keys() - self._used if not _LEFT.fullmatch(n))
-        if unread:
+        if unread and not self.ranks.rank:
             _log.warning("%d tensors are not read: %s", len(unread), ", ".join(unread[:3]))
 
     def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
