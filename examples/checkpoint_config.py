@@ -51,7 +51,7 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
     if spec.family == "qwen3_vl":
         return {"rope_theta": spec.rope_theta, "rope_scaling": kind}
     share = {"rope_theta": spec.rope_theta, "partial_rotary_factor": 0.25}
-    if spec.family == "minicpmv4_6":  # Equal weights for all axes.
+    if spec.family in ("minicpmv4_6", "minicpm_ocr"):  # Equal weights for all axes.
         return {"rope_parameters": {"rope_type": "default"} | share}
     return {"rope_parameters": kind | share}
 

@@ -69,9 +69,11 @@ def write_processors(path: Path, spec: CheckpointSpec) -> None:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    images = shared | {"image_processor_type": "MiniCPMV4_6ImageProcessor"}
+    # Version 4.7 has those of 4.6.
+    kind = "MiniCPMOcr" if spec.family == "minicpm_ocr" else "MiniCPMV4_6"
+    images = shared | {"image_processor_type": f"{kind}ImageProcessor"}
     videos = shared | {
-        "video_processor_type": "MiniCPMV4_6VideoProcessor",
+        "video_processor_type": f"{kind}VideoProcessor",
         "max_num_frames": spec.max_video_frames,
     }
     write_json(path / "preprocessor_config.json", images)

@@ -15,6 +15,7 @@ FAMILIES = {
     "qwen3": "Qwen3",
     "minicpmv4_6": "MiniCPMV4_6",
     "minicpmv4_7": "MiniCPMV4_7",
+    "minicpm_ocr": "MiniCPMOcr",
 }
 """Families, and what the names of transformers' classes begin with."""
 
@@ -111,7 +112,7 @@ class CheckpointSpec:
     @property
     def sliced(self) -> bool:
         """True if pictures are cut into slices."""
-        return self.family.startswith("minicpmv")
+        return self.family.startswith("minicpm")
 
     @property
     def deepstack(self) -> list[int]:
@@ -170,6 +171,7 @@ SMALL_SPECS = {
     "qwen3": CheckpointSpec(family="qwen3", vision_depth=0),
     "minicpmv4_6": CheckpointSpec(family="minicpmv4_6"),
     "minicpmv4_7": CheckpointSpec(family="minicpmv4_7"),
+    "minicpm_ocr": CheckpointSpec(family="minicpm_ocr", downsample_mode="4x"),
 }
 """What a checkpoint of each family begins as."""
 

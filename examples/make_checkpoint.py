@@ -45,6 +45,7 @@ _TOKENIZERS = {
     "qwen3_5": ("Qwen3_5Tokenizer", SPLIT_PATTERN),
     "minicpmv4_6": ("TokenizersBackend", SPLIT_PATTERN),
     "minicpmv4_7": ("TokenizersBackend", SPLIT_PATTERN),
+    "minicpm_ocr": ("TokenizersBackend", SPLIT_PATTERN),
 }
 """Of families with one of their own: its class, and how it splits words."""
 

@@ -56,6 +56,7 @@ from vlm_serve.preprocess.text.rendering import (
     split_pieces,
     texts_of,
 )
+from vlm_serve.preprocess.text.sentence_files import Sentences, template_of
 from vlm_serve.preprocess.text.template import (
     ChatTemplate,
     TemplateTraits,
@@ -95,12 +96,15 @@ class Preprocessor:
         max_tokens, generation: see `Tokenizer`.
         template_file: a chat template instead of the checkpoint's.
         template_kwargs: default variables of the template.
+        sentences: files of an embedder.
 
     Attributes:
         tokenizer: the checkpoint's.
         raw_index: the memory of uploads.
         known_text: the memory of texts.
         takes_media: whether prompts may have pictures or videos.
+        normalised: whether vectors have a length of 1.
+        sentences: of an embedder of texts alone.
 
     Raises CheckpointError if the checkpoint's files are missing or not supported.
     """
@@ -120,6 +124,7 @@ class Preprocessor:
         generation: Path | None = None,
         template_file: Path | str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        sentences: Sentences | None = None,
     ) -> None:
         if config is None:
             config = read_json(Path(directory) / "config.json")
@@ -128,7 +133,11 @@ class Preprocessor:
         self.block_size = block_size
         self._root_key = root_key
         names = self.tokenizer.special_names
-        if template_file is None:
+        self.normalised = sentences is None or sentences.normalised
+        self.sentences = None if config.get("vision_config") else sentences
+        if self.sentences is not None:
+            self._template = ChatTemplate(template_of(self.tokenizer), names, None)
+        elif template_file is None:
             self._template = ChatTemplate(named_chat_template(directory)[1], names, template_kwargs)
         else:
             self._template = load_template(template_file, names, template_kwargs)

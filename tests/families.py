@@ -112,6 +112,12 @@ _MINICPMV4_7: Shapes = {
     ),
 }
 
+_MINICPM_OCR: Shapes = {
+    "minicpm ocr": CheckpointSpec(
+        family="minicpm_ocr", vision_depth=3, downsample_mode="4x", tied_embeddings=True, seed=23
+    ),
+}
+
 FAMILIES: dict[str, Shapes] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
@@ -124,6 +130,7 @@ FAMILIES: dict[str, Shapes] = {
     "qwen3_moe": _QWEN3_MOE,
     "minicpmv4_6": _MINICPMV4_6,
     "minicpmv4_7": _MINICPMV4_7,
+    "minicpm_ocr": _MINICPM_OCR,
 }
 """By model type, as the registry has them."""
 

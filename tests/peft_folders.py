@@ -123,10 +123,15 @@ def random_expert_factors(
 
 @contextmanager
 def adapted_experts(
-    checkpoint: Path, tensors: Mapping[str, torch.Tensor], rank: int, scale: float
+    checkpoint: Path,
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    scale: float,
+    *,
+    turned: bool = False,
 ) -> Iterator[None]:
     """Let transformers' model compute with changed experts, by the formula of PEFT's
-    `ParamWrapper.get_delta_weight`."""
+    `ParamWrapper.get_delta_weight`; `turned`: as since 0.19, for modules not `is_transposed`."""
     before = {}
     parameters = dict(oracle.model(checkpoint).named_parameters())
     both = any(".base_layer." in each for each in tensors)
@@ -139,7 +144,9 @@ def adapted_experts(
         a, b = tensors[key], tensors[key.replace("lora_A", "lora_B")]
         count = len(a) // rank
         change = torch.einsum(
-            "ore,eri->eio", b.reshape(len(b), rank, count), a.reshape(count, rank, -1)
+            f"ore,eri->{'eoi' if turned else 'eio'}",
+            b.reshape(len(b), rank, count),
+            a.reshape(count, rank, -1),
         )
         before[name] = parameters[name].data
         parameters[name].data = before[name] + scale * change

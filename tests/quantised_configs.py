@@ -46,6 +46,15 @@ AWQ = {
     "version": "gemm",
     "modules_to_not_convert": ["visual", "linear_attn.in_proj_a"],
 }
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "data_type": "int",
+    "extra_config": {"mlp.up_proj": {"bits": 8}, "lm_head": {"bits": 16, "data_type": "float"}},
+}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 128, "strategy": "group"}
 PACKED: dict[str, Any] = {
     "quant_method": "compressed-tensors",

@@ -73,8 +73,9 @@ def find_processors(
         images, videos = image_config(directory), video_config(directory)
         read_image, read_video = image_options, video_options
     else:
-        images, videos = slice_image_config(directory), slice_video_config(directory)
-        check_modes(config, images, videos)
+        mode = family.downsample
+        images, videos = slice_image_config(directory, mode), slice_video_config(directory, mode)
+        check_modes(config.get("downsample_mode", mode), images, videos)
         read_image, read_video = slice_image_options, slice_video_options
     check_fit(config["vision_config"], images, videos)
     return (

@@ -308,37 +308,38 @@ class SliceVideoConfig(SliceConfig):
     do_sample_frames: bool
 
 
-def slice_image_config(directory: Path | str) -> SliceConfig | None:
+def slice_image_config(directory: Path | str, mode: str = "16x") -> SliceConfig | None:
     """Return the config of the image processor, None if the checkpoint has none.
 
-    Raises CheckpointError for settings that are not supported.
+    A file may leave its `downsample_mode` to `mode`. Raises CheckpointError for settings that are
+    not supported.
     """
     raw = _image_fields(directory)
-    return SliceConfig(**_slice_fields(raw, directory)) if raw else None
+    return SliceConfig(**_slice_fields(raw, directory, mode)) if raw else None
 
 
-def slice_video_config(directory: Path | str) -> SliceVideoConfig | None:
-    """Return the config of the video processor, None if the checkpoint has none.
-
-    Raises CheckpointError for settings that are not supported.
-    """
+def slice_video_config(directory: Path | str, mode: str = "16x") -> SliceVideoConfig | None:
+    """Return the config of the video processor; see `slice_image_config`."""
     raw = _video_fields(directory)
     if not raw:
         return None
     if raw.get("stack_frames", 1) != 1:
         raise _unsupported("stack_frames", raw["stack_frames"], 1)
     return SliceVideoConfig(
-        **_slice_fields(raw, directory),
+        **_slice_fields(raw, directory, mode),
         max_frames=_size_field(raw, "max_num_frames", 128),
         do_sample_frames=bool(raw.get("do_sample_frames", True)),
     )
 
 
-def _slice_fields(raw: Mapping[str, Any], directory: Path | str) -> dict[str, Any]:
+def _slice_fields(raw: Mapping[str, Any], directory: Path | str, mode: str) -> dict[str, Any]:
     shared = _shared_fields(raw, patch_size=14, mean=_HALF, std=_HALF)
     if not shared["do_resize"]:
         raise _unsupported("do_resize", False, True)
-    mode = raw.get("downsample_mode", "16x")
+    # MiniCPM-OCR's processor may size pictures by their letters, which takes OpenCV.
+    if raw.get("small_image_upsize", "always") != "always":
+        raise _unsupported("small_image_upsize", raw["small_image_upsize"], "always")
+    mode = raw.get("downsample_mode", mode)
     if mode not in MERGES:
         raise _unsupported("downsample_mode", mode, *MERGES)
     sliced = bool(raw.get("slice_mode", True))
@@ -360,13 +361,9 @@ def _numbered(directory: Path) -> bool:
     return bool(inner if outer is None else outer)
 
 
-def check_modes(config: Mapping[str, Any], *processors: SliceConfig | None) -> None:
-    """Check that the processors count as many tokens as the model makes. Raises CheckpointError.
-
-    Args:
-        config: config.json.
-    """
-    mode = config.get("downsample_mode", "16x")
+def check_modes(mode: Any, *processors: SliceConfig | None) -> None:
+    """Check that the processors count as many tokens as the model makes, by its `downsample_mode`.
+    Raises CheckpointError."""
     for processor in processors:
         if processor is not None and processor.downsample != MERGES.get(mode):
             theirs = next(name for name, merge in MERGES.items() if merge == processor.downsample)

@@ -26,6 +26,7 @@ class Family:
             slices.
         id_start, id_end: the tokens around a picture's number, likewise.
         numbered: the media with such numbers before them.
+        downsample: `downsample_mode` of pictures in slices where files name none.
         positions: "mrope": a span is a grid of its own; "count": all tokens count up one by one,
             media too; "canvas": a picture's slices lie side by side, under the whole picture.
     """
@@ -42,6 +43,7 @@ class Family:
     id_start: str | None = None
     id_end: str | None = None
     numbered: tuple[str, ...] = ()
+    downsample: str = "16x"
     positions: Literal["mrope", "count", "canvas"] = "mrope"
 
 
@@ -88,6 +90,7 @@ _FAMILIES = {
     "qwen3": QWEN2,
     "minicpmv4_6": MINICPMV4_6,
     "minicpmv4_7": MINICPMV4_7,
+    "minicpm_ocr": replace(MINICPMV4_6, downsample="4x"),
 }
 """By prefix of the model type."""
 

@@ -41,6 +41,7 @@ WHOLE = (
     "Qwen3MoeConfig",
     "MiniCPMV4_6Config",
     "MiniCPMV4_7Config",
+    "MiniCPMOcrConfig",
 )
 ROPE = ("rope_theta", "partial_rotary_factor")
 PUBLISHED: dict[str, dict[str, Any]] = {"Qwen3MoeConfig": {"norm_topk_prob": True}}

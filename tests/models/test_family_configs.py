@@ -290,6 +290,14 @@ def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], compla
         ("qwen2_5_vl", "Qwen2.5-VL has a tower with windows; take Qwen3-VL"),
         ("qwen2_5_vl_text", "take Qwen3-VL"),
         ("qwen4_exp", "Qwen3.8-Flash-Next has sparse attention"),
+        ("nemotron_h", "Nemotron-h has Mamba's recurrence; take Qwen3.5"),
+        ("lfm2_vl", "short convolutions"),
+        ("kimi_linear", "KDA"),
+        ("kimi_k25", "MLA"),
+        ("olmo_hybrid", "negative eigenvalues"),
+        ("gemma3", "sliding windows"),
+        ("internvl", "another vision tower"),
+        ("qwen3_asr", "has audio"),
     ],
 )
 def test_what_is_missing_for_a_near_model_is_said(kind: str, near: str) -> None:
@@ -303,3 +311,50 @@ def test_what_is_missing_for_a_near_model_is_said(kind: str, near: str) -> None:
 
 def test_weights_come_in_the_type_that_the_file_names() -> None:
     assert spec_of(config("qwen3_vl") | {"dtype": "bfloat16"}).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("fields", "near"),
+    [
+        ({"mamba_d_state": 128}, "Newer-vl has Mamba's recurrence"),
+        ({"text_config": {"conv_L_cache": 3}}, "short convolutions"),
+        ({"text_config": {"kv_lora_rank": 512}, "vision_config": {"depth": 2}}, "MLA"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"audio_config": {"a": 1}, "vision_config": {"depth": 2}}, "has audio"),
+        ({"vision_config": {"depth": 2}}, "another vision tower"),
+        ({"mamba_d_state": None, "layer_types": 4}, "model_type 'newer_vl' is not supported; "),
+    ],
+)
+def test_the_kind_of_an_unknown_type_is_told_by_its_fields(
+    fields: dict[str, Any], near: str
+) -> None:
+    with pytest.raises(CheckpointError, match=near):
+        spec_of({"model_type": "newer_vl", **fields})
+
+
+@pytest.mark.parametrize("kind", ["vl", "vl moe", "dense", "moe, three value heads, four kv heads"])
+def test_a_language_model_alone_is_that_of_the_whole(kind: str) -> None:
+    """As trainers save it: by its own type, or by the whole's with the fields of the section."""
+    whole = config_of(SPECS[kind])
+    expected, text = spec_of(whole), dict(whole["text_config"])
+    text["tie_word_embeddings"] = whole["tie_word_embeddings"]
+    for name in (text["model_type"], whole["model_type"]):
+        found = spec_of({**text, "model_type": name})
+        assert found.vision is None
+        assert (found.layers, found.rope, found.norm) == (
+            expected.layers,
+            expected.rope,
+            expected.norm,
+        )
+        assert (found.family, found.tied_embeddings) == (expected.family, expected.tied_embeddings)
+
+
+def test_the_rotation_called_mrope_is_the_plain_one() -> None:
+    for kind in ("qwen3_5", "qwen3_vl", "qwen3_vl_moe"):
+        made = config(kind)
+        expected = spec_of(made)
+        text = made["text_config"]
+        place = "rope_scaling" if "rope_scaling" in text else "rope_parameters"
+        for name in ("rope_type", "type"):
+            named = {k: v for k, v in text[place].items() if k != "rope_type"} | {name: "mrope"}
+            assert spec_of({**made, "text_config": {**text, place: named}}) == expected

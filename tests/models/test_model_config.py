@@ -190,3 +190,10 @@ def test_broken_files_are_named_without_their_path(
     with pytest.raises(CheckpointError, match=complaint) as caught:
         read_spec(tmp_path)
     assert str(tmp_path) not in str(caught.value)
+
+
+def test_an_automatic_dtype_is_the_usual_one() -> None:
+    for name in ("dtype", "torch_dtype"):
+        config = dense()
+        del config["dtype"], config["text_config"]["dtype"]
+        assert spec_of(config | {name: "auto"}) == spec_of(config)

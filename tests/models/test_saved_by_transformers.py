@@ -34,6 +34,7 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3 moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "minicpm": ("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
+    "minicpm ocr": ("MiniCPMOcrConfig", "MiniCPMOcrForConditionalGeneration"),
 }
 # Fields of published files that no class of transformers has.
 PUBLISHED_ONLY = ("attn_output_gate", "mamba_ssm_dtype", "mrope_section", "mrope_interleaved")

@@ -52,6 +52,24 @@ def test_text_is_answered_as_by_the_whole_model(tmp_path: Path, name: str, shard
     assert read_spec(path).vision is None and read_spec(whole).vision is not None
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", ["dense", "vl", "vl moe"])
+def test_the_section_of_text_is_a_model(tmp_path: Path, name: str, flat: bool) -> None:
+    """By its own type, or by the whole's."""
+    whole = make_checkpoint(tmp_path / "whole", SPECS[name])
+    path = without_tower(make_checkpoint(tmp_path / "text", SPECS[name]))
+    raw = json.loads((path / "config.json").read_text())
+    text = raw["text_config"] | {"tie_word_embeddings": raw["tie_word_embeddings"]}
+    text |= {"model_type": raw["model_type"]} if flat else {}
+    (path / "config.json").write_text(json.dumps(text))
+    expected = oracle.logits(whole, {"input_ids": torch.tensor([TOKENS])})
+    got = Driver(load_model(path, torch.float32, "cpu")).prefill(text_sequence(TOKENS))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    options = EngineConfig(dtype="float32", block_size=16, cache_memory="16MiB")
+    with Pipeline(path, options) as pipe:
+        assert not pipe.engine.preprocessor.takes_media
+
+
 def test_the_start_says_so_and_pictures_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from vlm_serve.engine.features.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.features.tiers.shared_store import read_address
 from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide
-from vlm_serve.engine.requests.pooling import head_rows, without_drafts
+from vlm_serve.engine.requests.pooling import head_rows, with_task
 from vlm_serve.engine.start.adapter_start import planned_bytes
 from vlm_serve.engine.start.build import (
     changes_of,
@@ -85,7 +85,7 @@ def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
 
 def make(model: str, config: EngineConfig) -> ServingPlan:
     """Compute the plan without loading weights or compiling kernels. Raises as `run`."""
-    config = with_block_size(without_drafts(config), model)
+    config = with_block_size(config, model)
     ranks = config.tensor_parallel_size
     named = Path(model).suffix == ".json"
     path = (
@@ -96,6 +96,7 @@ def make(model: str, config: EngineConfig) -> ServingPlan:
         )
     )
     spec = read_spec(path, changes_of(config))
+    config = with_task(config, spec)
     check_stored(spec, path)
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(ranks, mtp=mtp)
@@ -124,7 +125,7 @@ def make(model: str, config: EngineConfig) -> ServingPlan:
             tensor_parallel=ranks,
             drafts=mtp,
             bits=arithmetic.bits,
-            head_rows=head_rows(config),
+            head_rows=head_rows(config, spec),
         ),
         memory=memory,
         rows=tuple(

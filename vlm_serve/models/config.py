@@ -187,7 +187,9 @@ class Config:
     @cached_property
     def _parsed(self) -> Any:
         try:
-            return self._kind.from_dict(deepcopy(dict(self.raw)))
+            # The classes know no dtype of this name.
+            given = {name: value for name, value in self.raw.items() if value != "auto"}
+            return self._kind.from_dict(deepcopy(given))
         except Exception as error:  # of many types
             raise CheckpointError(f"config.json: {' '.join(str(error).split())}") from error
 
@@ -292,11 +294,12 @@ class Config:
         return self._like({**self.raw, **given}, self._source, self._place, inner)
 
     def dtype(self, *sections: Config) -> torch.dtype:
-        """Return the dtype of the weights, which sections may name as well; bfloat16 by default."""
+        """Return the dtype of the weights, which sections may name as well; bfloat16 by default
+        and where it is `auto`."""
         for section in (self, *sections):
             for name in ("dtype", "torch_dtype"):
                 value = section.raw.get(name)
-                if value is not None:
+                if value not in (None, "auto"):
                     if not isinstance(value, str) or value not in _DTYPES:
                         raise CheckpointError(f"{name} {value!r} is not supported")
                     return _DTYPES[value]

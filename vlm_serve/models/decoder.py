@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.models.classifier import HEAD
 from vlm_serve.models.parts.base import LoadedFeedForward, LoadedMixer, load_norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.models.weights import Weights
@@ -41,8 +42,8 @@ class Decoder:
         source: of the weights.
         prefix: of their names, except for the head's.
         head: name of the output projection; None: the embeddings are tied.
-        pooled: what takes the place of that projection: another one, or the ids of its rows that
-            are kept.
+        pooled: what takes the place of that projection: another one, the ids of its rows that are
+            kept, or the number of labels, each of which has a row of the head.
     """
 
     def __init__(
@@ -51,18 +52,17 @@ class Decoder:
         source: Weights,
         prefix: str,
         head: str | None,
-        pooled: Linear | tuple[int, ...] | None = None,
+        pooled: Linear | tuple[int, ...] | int | None = None,
     ) -> None:
         table, shape = f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
         self.embedding = source.embedding(table, shape)
         rows: tuple[range, ...] = (source.ranks.share(spec.vocab_size),)
         if isinstance(pooled, tuple):
             rows = tuple(range(row, row + 1) for row in pooled)
-        self.head: Linear = (
-            pooled
-            if isinstance(pooled, Linear)
-            else source.linear(Part(head or table, shape, rows, least_bits=6))
-        )
+        part = Part(head or table, shape, rows, least_bits=6)
+        if isinstance(pooled, int):
+            part = Part(HEAD, (pooled, spec.hidden_size), least_bits=16)
+        self.head: Linear = pooled if isinstance(pooled, Linear) else source.linear(part)
         self.layers = tuple(
             load_layer(spec, layer, source, f"{prefix}layers.{index}")
             for index, layer in enumerate(spec.layers)

@@ -57,7 +57,7 @@ class Model:
         quantised: names of the weights that the checkpoint holds as codes.
         modules: the projections that adapters can change.
         pooled: the tokens whose logits it computes alone; an empty tuple: hidden states behind the
-            last norm take the place of logits; None: all tokens.
+            last norm, a number: as many labels' logits take their place; None: all tokens.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Model:
         identity: bytes,
         *,
         drafts: bool = False,
-        pooled: tuple[int, ...] | None = None,
+        pooled: tuple[int, ...] | int | None = None,
     ) -> None:
         self.spec = spec
         self.fingerprint = identity
@@ -77,7 +77,8 @@ class Model:
         self.ranks = weights.ranks
         self.pooled = pooled
         embeds = pooled == ()
-        head = None if spec.tied_embeddings or embeds else weights.head_name()
+        other = spec.tied_embeddings or embeds or isinstance(pooled, int)
+        head = None if other else weights.head_name()
         instead = _unit(spec.hidden_size, weights) if embeds else pooled
         self._decoder = Decoder(spec, weights, weights.text_prefix, head, instead)
         self._inv_freq = spec.rope.frequencies().to(self.device)
@@ -96,9 +97,7 @@ class Model:
     @property
     def columns(self) -> int:
         """Numbers of a row of `ForwardOutput.logits`: logits of the vocabulary, or a vector."""
-        if self.pooled is None:
-            return self.spec.vocab_size
-        return len(self.pooled) or self.spec.hidden_size
+        return self.spec.vocab_size if self.pooled is None else self._decoder.head.columns
 
     def compile_steps(self, caches: CacheTensors) -> None:
         """Compute each later step over these pools by one call of compiled code.
@@ -317,7 +316,7 @@ def load_model(
     bits: int | None = None,
     dynamic: bool = False,
     changes: Changes | None = None,
-    pooled: tuple[int, ...] | None = None,
+    pooled: tuple[int, ...] | int | None = None,
 ) -> Model:
     """Load a checkpoint.
 
@@ -357,6 +356,7 @@ def load_model(
     )
     check_defaults(spec, weights)
     model = Model(spec, weights, fingerprint(directory, spec.config), drafts=drafts, pooled=pooled)
+    weights.tell_unread()
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model
 

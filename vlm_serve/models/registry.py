@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Served:
 
 
 _NO_CHANGES = Changes()
+_Text = partial(Served, media=())
 _QWEN3_5 = "vlm_serve.models.families.qwen3_5"
 _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
@@ -66,61 +67,73 @@ FAMILIES = {
         "Qwen3_5MoeConfig",
         experts=True,
     ),
-    "qwen3_5_text": Served(
-        "Qwen3.5 to 3.8 without a tower", _QWEN3_5, "Qwen3_5TextConfig", media=()
-    ),
-    "qwen3_5_moe_text": Served(
+    "qwen3_5_text": _Text("Qwen3.5 to 3.8 without a tower", _QWEN3_5, "Qwen3_5TextConfig"),
+    "qwen3_5_moe_text": _Text(
         "Qwen3.5 to 3.8 MoE without a tower",
         _QWEN3_5,
         "Qwen3_5MoeTextConfig",
-        media=(),
         experts=True,
     ),
     "qwen3_vl": Served("Qwen3-VL 2B, 4B, 8B, 32B", _QWEN3_VL, "Qwen3VLConfig", state=False),
     "qwen3_vl_moe": Served(
         "Qwen3-VL 30B-A3B, 235B-A22B", _QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True
     ),
-    "qwen3_next": Served(
+    "qwen3_next": _Text(
         "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         _QWEN3_NEXT,
         "Qwen3NextConfig",
-        media=(),
         experts=True,
     ),
-    "qwen3": Served(
-        "Qwen3 0.6B, 1.7B, 4B, 8B, 14B, 32B", _QWEN3, "Qwen3Config", media=(), state=False
-    ),
-    "qwen3_moe": Served(
+    "qwen3": _Text("Qwen3 0.6B, 1.7B, 4B, 8B, 14B, 32B", _QWEN3, "Qwen3Config", state=False),
+    "qwen3_moe": _Text(
         "Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder 30B-A3B, 480B-A35B",
         _QWEN3,
         "Qwen3MoeConfig",
-        media=(),
         state=False,
         experts=True,
     ),
     "minicpmv4_6": Served("MiniCPM-V 4.6", _MINICPMV, "MiniCPMV4_6Config"),
     "minicpmv4_7": Served("MiniCPM-V 4.7", _MINICPMV, "MiniCPMV4_7Config"),
+    "minicpm_ocr": Served("MiniCPM-OCR 1.0", _MINICPMV, "MiniCPMOcrConfig"),
 }
 """By `model_type` of config.json."""
 
-NEAR = {
-    "qwen2": "Qwen2 and Qwen2.5 have biases and no norms of queries and keys; take Qwen3",
-    "qwen2_moe": "Qwen1.5-MoE and Qwen2-MoE have no norms of queries and keys; take Qwen3",
-    "qwen2_vl": "Qwen2-VL has another tower; take Qwen3-VL",
-    "qwen2_5_vl": "Qwen2.5-VL has a tower with windows; take Qwen3-VL",
-    "qwen3_omni_moe": "Qwen3-Omni has audio; take Qwen3-VL",
-    "qwen4_exp": "Qwen3.8-Flash-Next has sparse attention and tables of n-grams; take Qwen3.8",
-    "minicpmv": "MiniCPM-V before 4.6 has another language model and resampler; take 4.6",
-    "minicpmo": "MiniCPM-o has audio; take MiniCPM-V 4.6",
-    "llama": "Llama has no norms of queries and keys, and another rope",
-    "mistral3": "Mistral has no norms of queries and keys",
-    "gemma3": "Gemma has sliding windows and norms behind its layers",
-    "gemma4": "Gemma has sliding windows and norms behind its layers",
-    "glm4v": "GLM-V has partial rotations with norms behind its layers",
-    "gpt_oss": "gpt-oss has sliding windows and attention sinks",
-    "kimi_linear": "Kimi Linear has another recurrence and compressed keys",
+PARTS = {
+    "qwen3_vl_text": _Text("", _QWEN3_VL, "Qwen3VLTextConfig", state=False),
+    "qwen3_vl_moe_text": _Text("", _QWEN3_VL, "Qwen3VLMoeTextConfig", state=False, experts=True),
 }
-"""What is missing for models near to the supported ones, by type."""
+"""Language models that trainers save without the tower that all published ones have."""
+
+
+KINDS = {
+    "audio; take Qwen3-VL": """audio_config enable_audio_output minicpmo qwen2_5_omni qwen2_audio
+        qwen3_asr qwen3_omni qwen3_omni_moe voxtral""",
+    "Mamba's recurrence; take Qwen3.5": """mamba_d_conv mamba_d_state mamba_num_heads bamba jamba
+        falcon_h1 granitemoehybrid mamba mamba2 nemotron_h nemotron_h_omni zamba zamba2""",
+    "short convolutions; take Qwen3.5": "conv_L_cache conv lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl",
+    "a decay per channel (KDA) and compressed keys (MLA); take Qwen3.5": """bailing_hybrid glm5_next
+        kimi_k3 kimi_linear""",
+    "a recurrence without a delta rule; take Qwen3.5": "minimax rwkv xlstm",
+    "a delta rule with negative eigenvalues; take Qwen3.5": "olmo_hybrid",
+    "sparse attention, whose keys an index chooses; take Qwen3.8": """index_n_heads index_topk
+        index_topk_blocks deepseek_v32 deepseek_v4 dots3_note glm_moe_dsa minimax_m3_vl
+        qwen4_exp=Qwen3.8-Flash-Next""",
+    "compressed keys (MLA); take Qwen3-VL": """kv_lora_rank deepseek_v2 deepseek_v3 glm4_moe_lite
+        kimi_k2 kimi_k25 kimi_vl longcat_flash minicpm3 mistral4""",
+    "sliding windows; take Qwen3-VL": """sliding_attention hybrid_sliding gemma2 gemma3 gemma3n
+        gemma4 gpt_oss inkling inkling2 mellum ministral muse_glimmer step3p5 step3p7 zaya""",
+    "partial rotations; take Qwen3-VL": "glm4 glm46v glm4v glm4v_moe glm_ocr",
+    "a tower with windows; take Qwen3-VL": "qwen2_5_vl=Qwen2.5-VL",
+    "another vision tower; take Qwen3-VL": """vision_config cosmos3_edge cosmos3_omni deepseek_ocr2
+        deepseek_vl granite4_vision hunyuan_vl internvl internvl_chat keye lighton_ocr
+        llava_onevision minicpmv mistral3 molmo2 ovis2 paddleocr_vl qianfan_ocr qwen2_vl smolvlm
+        video_llama_3""",
+    "no norms of queries and keys; take Qwen3": """llama llama4 ministral3 mistral mixtral phi3
+        qwen2 qwen2_moe solar_open""",
+    "norms over all heads, or a router with biases; take Qwen3": "glm4_moe minimax_m2 olmo2",
+}
+"""What a model has, by `model_type` of config.json, with a name for it if it has another one, or by
+a field or a name in `layer_types` that an unknown type has. The first kind counts."""
 
 
 def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
@@ -154,12 +167,12 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
 
 def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec:
     """Return the model described by the content of a config.json; raises as `read_spec`."""
-    raw = changes.apply(raw)
+    raw = _named_as_text(changes.apply(raw))
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(_unknown(kind))
+    if not isinstance(kind, str) or kind not in FAMILIES | PARTS:
+        raise CheckpointError(_unknown(raw))
     scheme = QuantScheme.of(raw)
-    served = FAMILIES[kind]
+    served = (FAMILIES | PARTS)[kind]
     module = importlib.import_module(served.module)
     config = Config(raw, served.source, getattr(module, "DEFAULTS", {}), class_of=_class_of)
     spec: ModelSpec = module.spec(config)
@@ -172,12 +185,36 @@ def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec
     return replace(spec, quantization=scheme, defaulted=config.defaulted, config=raw)
 
 
-def _unknown(kind: object) -> str:
+def _named_as_text(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose type is that of a language model if all that it describes is one:
+    it has the fields of `text_config` itself."""
+    kind = f"{raw.get('model_type')}_text"
+    flat = "hidden_size" in raw and not (raw.get("text_config") or raw.get(_SECTION))
+    return {**raw, "model_type": kind} if flat and kind in FAMILIES | PARTS else raw
+
+
+def _unknown(raw: Mapping[str, Any]) -> str:
     """Return the message about a type that is not supported."""
-    near = NEAR.get(str(kind).removesuffix("_text"))
-    why = "" if near is None else f": {near}"
     known = "; ".join(f"{family.models} ({name})" for name, family in FAMILIES.items())
-    return f"model_type {kind!r} is not supported{why}; supported are {known}"
+    kind = f"model_type {raw.get('model_type')!r}"
+    return f"{kind} is not supported{_missing_of(raw)}; supported are {known}"
+
+
+def _missing_of(config: Mapping[str, Any]) -> str:
+    """Return the sentence about what the model of a config.json has that is missing here; "" if
+    nobody knows."""
+    kind, inner = str(config.get("model_type")).removesuffix("_text"), config.get("text_config")
+    sections = [config, inner if isinstance(inner, Mapping) else {}]
+    marks = {name for section in sections for name, value in section.items() if value}
+    for names in (section.get("layer_types") for section in sections):
+        marks.update(map(str, names) if isinstance(names, list) else ())
+    for known in ({kind}, marks):
+        for has, types in KINDS.items():
+            names = dict(name.partition("=")[::2] for name in types.split())
+            if not known.isdisjoint(names):
+                name = names.get(kind) or kind.replace("_", "-").capitalize()
+                return f": {name} has {has}"
+    return ""
 
 
 def _class_of(source: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.config import mismatch
 from vlm_serve.models.files import TensorFile, open_files
 from vlm_serve.models.quantization.base import Format, Names, loading_format, pieces
+from vlm_serve.models.quantization.fields import PLAIN
 from vlm_serve.models.quantization.float8 import widened
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.system.host_memory import release_freed_memory
@@ -29,6 +31,8 @@ _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", ""
 _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)
+_LEFT = re.compile(r".*\b(mtp\.|lm_head\.|\w+_scale$).*|.*\.inv_freq")
+"""Tensors that are left unread with reason: of drafts, tied heads and quantised activations."""
 _TELL_SECONDS = 2.0
 _RELEASE_BYTES = 64 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,6 +86,7 @@ class Weights:
         self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.compiled = compiled
+        self._used: set[str] = set()
         self._files: dict[str, TensorFile] = {}
         self._checked: set[str] = set()
         self._read = self._total = self._released = 0
@@ -127,6 +132,7 @@ class Weights:
         """Return a tensor as stored in its file, whatever its shape and dtype."""
         if name not in self._files:
             raise CheckpointError(self._missing(name))
+        self._used.add(name)
         return self._files[name].tensor(name)
 
     def _missing(self, name: str) -> str:
@@ -134,6 +140,8 @@ class Weights:
         inner = names.sibling("base_layer.weight")
         if inner in self._files:
             return f"{inner} is part of an adapter: merge it into its model and save that"
+        if names.sibling("B") in self._files:
+            return f"{names.sibling('B')} is packed for Marlin's kernels: {PLAIN}"
         packed = names.sibling("qweight"), names.of_weight("packed")
         packed_name = next((name for name in packed if name in self._files), None)
         if packed_name is None or self._scheme is not None:
@@ -171,6 +179,8 @@ class Weights:
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return a tensor as stored in its file: read-only memory, paged in when touched."""
         tensor = self.stored(name)
+        if Names(name).sibling("biases") in self and tensor.dtype == torch.uint32:
+            raise CheckpointError(f"{name} is MLX's, whose weights are not read: {PLAIN}")
         if tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(mismatch(name, tensor.shape, shape))
         if tensor.dtype not in _FLOATS:
@@ -243,6 +253,12 @@ class Weights:
             return stored(first.pieces(), columns, depth, self.device)
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
+
+    def tell_unread(self) -> None:
+        """Log which tensors of the files were not read."""
+        unread = sorted(n for n in self._files.keys() - self._used if not _LEFT.fullmatch(n))
+        if unread and not self.ranks.rank:
+            _log.warning("%d tensors are not read: %s", len(unread), ", ".join(unread[:3]))
 
     def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
         """Return the number by which adapters find what `stacked` returns; 0: none do."""

@@ -69,10 +69,12 @@ class EngineConfig:
         choices=("auto", "none", "int8"),
     )
     task: str = _model(
-        "generate",
+        "auto",
         "what is made of prompts: generate answers; embed makes vectors of their last token "
-        "(/v1/embeddings), rerank scores pairs by yes and no (/v1/rerank, /v1/score)",
-        choices=("generate", "embed", "rerank"),
+        "(/v1/embeddings), rerank scores pairs by yes and no (/v1/rerank, /v1/score), classify "
+        "labels prompts (/classify); auto: classify for classifiers and reward models, else "
+        "generate",
+        choices=("auto", "generate", "embed", "rerank", "classify"),
     )
     revision: str | None = _model(
         None,

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.engine.requests.outputs import CacheReport, Delta
-from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, check_task, embedding_of, score_of
+from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, check_task, embedding_of, scoring
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import explains_keywords
@@ -253,6 +253,7 @@ class Pipeline:
         contents: Iterable[Content],
         instruction: str | None = None,
         *,
+        prompt_name: str | None = None,
         errors: OnError = "raise",
         **options: Any,
     ) -> Results[Vector]:
@@ -262,11 +263,15 @@ class Pipeline:
         Args:
             contents: texts, or parts of a message with media.
             instruction: what the embeddings are for.
+            prompt_name: of the checkpoint's prompts, such as "query".
             errors: as for `chat_many`.
             options: as for `chat`.
         """
-        form = partial(embedding_messages, instruction=instruction)
-        return settled(lambda: self._vectors(contents, form, embedding_of, options), errors)
+        known = self.engine.preprocessor
+        asked: Any = {"sentences": known.sentences, "name": prompt_name}
+        form = partial(embedding_messages, instruction=instruction, **asked)
+        value = partial(embedding_of, unit=known.normalised)
+        return settled(lambda: self._vectors(contents, form, value, options), errors)
 
     def rerank(
         self,
@@ -279,8 +284,10 @@ class Pipeline:
     ) -> Results[float]:
         """Return the probability that each document meets a query. The pipeline needs the option
         `task="rerank"`; arguments are as for `embed`."""
-        form = partial(rerank_messages, query, instruction=instruction)
-        return settled(lambda: self._vectors(documents, form, score_of, options), errors)
+        plain = not self.engine.preprocessor.takes_media
+        form = partial(rerank_messages, query, instruction=instruction, plain=plain)
+        score = scoring(self.engine.spec)
+        return settled(lambda: self._vectors(documents, form, score, options), errors)
 
     def _vectors(
         self,

@@ -37,12 +37,15 @@ from vlm_serve.server.api.messages import (
     create_message,
 )
 from vlm_serve.server.api.pooling import (
+    ClassifyRequest,
     Embeddings,
     EmbeddingsRequest,
+    Labels,
     Reranked,
     RerankRequest,
     ScoreRequest,
     Scores,
+    classify,
     embeddings,
     rerank,
     score,
@@ -185,6 +188,7 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         ("/v1/embeddings", embeddings, EmbeddingsRequest, Embeddings),
         ("/v1/rerank", rerank, RerankRequest, Reranked),
         ("/v1/score", score, ScoreRequest, Scores),
+        ("/classify", classify, ClassifyRequest, Labels),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
         ("/v1/cache/probe", cache.probe, cache.ProbeRequest, CacheReportBody),
@@ -194,7 +198,7 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapter, AdapterChanged),
     ]
     for path, handler, body, answer in posts:
-        whole = (InputTokens, CountedTokens, Rendered, Embeddings, Reranked, Scores)
+        whole = (InputTokens, CountedTokens, Rendered, Embeddings, Reranked, Scores, Labels)
         can_stream = "stream" in body.model_fields and answer not in whole
         streams = {"content": EVENT_STREAM} if can_stream else {}
         errors = MESSAGES_ERRORS if path.startswith(MESSAGES_PATH) else ERRORS

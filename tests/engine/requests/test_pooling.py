@@ -58,9 +58,9 @@ def contents(pipe: Pipeline) -> list[Any]:
 
 
 @torch.no_grad()
-def hidden(path: Path, messages: list[dict[str, Any]]) -> torch.Tensor:
-    """The last token's hidden state behind the last norm."""
-    inputs = dict(media_reference.inputs(path, messages))
+def hidden(path: Path, messages: list[dict[str, Any]], **variables: Any) -> torch.Tensor:
+    """The last token's hidden state behind the last norm; `variables`: of the template."""
+    inputs = dict(media_reference.inputs(path, messages, **variables))
     return torch.as_tensor(oracle.model(path).model(**inputs).last_hidden_state[0, -1]).float()
 
 
@@ -93,7 +93,9 @@ def test_scores_equal_those_of_transformers(
         for instruction in (None, INSTRUCTION):
             made = pipe.rerank(query, given, instruction)
             for content, score in zip(given, made, strict=True):
-                last = hidden(checkpoint, rerank_messages(query, content, instruction))
+                plain = not pipe.engine.preprocessor.takes_media
+                messages = rerank_messages(query, content, instruction, plain=plain)
+                last = hidden(checkpoint, messages, **({"enable_thinking": False} if plain else {}))
                 assert score == pytest.approx(float(torch.sigmoid(last @ rows)), abs=1e-4)
 
 

@@ -67,6 +67,29 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str, compiled: bool) -> Non
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("version", [None, "0.21.2", "0.19.0", "0.18.1", "0.18.2.dev0@abc"])
+@pytest.mark.parametrize("name", ["text, moe", "vl moe"])
+def test_square_experts_are_laid_out_by_the_rule_of_their_writer(
+    tmp_path: Path, name: str, version: str | None
+) -> None:
+    """gate_up_proj is square: its shape does not say what is in and what is out."""
+    spec = replace(SPECS[name], hidden_size=64, moe_intermediate_size=32)
+    path = make_checkpoint(tmp_path / "model", spec)
+    shapes = fused_experts(path)
+    assert any(rows == columns for _, rows, columns in shapes.values())
+    older = version is None or version < "0.19"
+    tensors = random_expert_factors(shapes, 3, RANK)
+    if not older:  # In and out are swapped since then.
+        turned = {each: (count, i, o) for each, (count, o, i) in shapes.items()}
+        tensors = random_expert_factors(turned, 3, RANK)
+    fields = {"target_parameters": BOTH} | ({"peft_version": version} if version else {})
+    folder = write_adapter(tmp_path / "adapter", tensors, RANK, **fields)
+    with adapted_experts(path, tensors, RANK, SCALE, turned=not older):
+        expected = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    got = logits(*loaded(path, folder, compiled=True), compiled=True)
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["text, moe", "qwen3 moe"])
 def test_experts_in_one_piece_as_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -237,3 +237,36 @@ def test_the_digest_names_what_decides_bits(tmp_path: Path) -> None:
     write_adapter(tmp_path / "f", random_factors(tower, 1))
     seeing = place(read_adapter(tmp_path / "f"), modules)
     assert seeing.vision_digest == seeing.digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "mergeable"),
+    [
+        ({"use_dora": True}, True),
+        ({"modules_to_save": ["lm_head"]}, True),
+        ({"trainable_token_indices": [1]}, True),
+        ({"lora_bias": True}, True),
+        ({"bias": "lora_only"}, True),
+        ({"init_lora_weights": "pissa"}, True),
+        ({"peft_type": "LOKR"}, True),
+        ({"newer_field": True}, True),
+        ({"alora_invocation_tokens": [1]}, False),
+        ({"peft_type": "PROMPT_TUNING"}, False),
+    ],
+)
+def test_a_refusal_says_how_to_merge(
+    tmp_path: Path, fields: dict[str, Any], mergeable: bool
+) -> None:
+    folder = write_adapter(tmp_path, random_factors({"q_proj": (8, 8)}, 1), **fields)
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter(folder)
+    message = caught.value.message
+    for line in ("AutoModelForImageTextToText", "merge_and_unload", "AutoProcessor"):
+        assert (line in message) == mergeable, message
+
+
+def test_a_pickle_says_how_to_merge(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, random_factors({"q_proj": (8, 8)}, 1))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"a pickle: save it anew.*merge_and_unload"):
+        read_adapter(folder)

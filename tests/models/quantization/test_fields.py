@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import quantised_oracles
-from quantised_configs import AWQ, CHANNEL, FP8, GPTQ, INT4, PACKED, scheme
+from quantised_configs import AUTO_ROUND, AWQ, CHANNEL, FP8, GPTQ, INT4, PACKED, scheme
 from quantised_configs import MODELOPT as WHOLE
 from quantised_configs import MODELOPT_MIXED as MIXED
 
@@ -39,15 +39,6 @@ COMPRESSED = PACKED | {
             "output_activations": ACTIVATIONS,
         }
     },
-}
-AUTO_ROUND = {
-    "quant_method": "auto-round",
-    "packing_format": "auto_round:auto_gptq",
-    "bits": 4,
-    "group_size": 128,
-    "sym": True,
-    "data_type": "int",
-    "extra_config": {"mlp.up_proj": {"bits": 8}, "lm_head": {"bits": 16, "data_type": "float"}},
 }
 NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
 MODELOPT = WHOLE | {

@@ -242,9 +242,31 @@ def test_the_second_version_of_gptq_stores_zero_points_as_they_are() -> None:
 def test_columns_ordered_by_activation_are_refused() -> None:
     format_, tensors, _ = gptq(4)
     tensors["w.g_idx"] = tensors["w.g_idx"].flip(0)
-    with pytest.raises(CheckpointError, match=r"w.g_idx orders columns by activation \(desc_act\)"):
+    complaint = r"w.g_idx orders columns by activation \(desc_act\), .*: serve the checkpoint"
+    with pytest.raises(CheckpointError, match=complaint):
         format_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
     packed_, tensors, _ = packed(4, "group", symmetric=True)
     tensors["w.weight_g_idx"] = torch.arange(DEPTH).flip(0) // GROUP
     with pytest.raises(CheckpointError, match="w.weight_g_idx orders columns by activation"):
         packed_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
+
+
+def test_float8_in_groups_along_a_row() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randn(ROWS, DEPTH, generator=generator).to(torch.float8_e4m3fn)
+    factors = torch.rand(ROWS, DEPTH // 128, generator=generator).bfloat16()
+    tensors = {"w.weight": codes, "w.weight_scale": factors}
+    weight = codes.float() * factors.float().repeat_interleave(128, 1)
+    part = Part("w.weight", (ROWS, DEPTH))
+    assert torch.equal(read(Float8((1, 128)), tensors, part, None), weight)
+    got = [read(Float8((1, 128)), tensors, part, Shard(rank, 4, 1)) for rank in range(4)]
+    assert torch.equal(torch.cat(got, dim=1), weight)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_what_is_repacked_for_marlin_is_refused(kind: str) -> None:
+    """Its words of 16 x 16 tiles have another shape than those of either writer."""
+    format_, tensors, _ = gptq(4) if kind == "gptq" else awq()
+    tensors["w.qweight"] = tensors["w.qweight"].reshape(DEPTH // 16, ROWS * 2)
+    with pytest.raises(CheckpointError, match="w.qweight has shape"):
+        format_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))

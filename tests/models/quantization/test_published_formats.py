@@ -14,6 +14,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
+from quantised_configs import CHANNEL, PACKED
 from safetensors.torch import load_file, save_file
 
 from vlm_serve.errors import CheckpointError
@@ -195,6 +196,75 @@ def test_mxfp8(tmp_path: Path, spec: CheckpointSpec, writer: str, compiled: bool
 
     numbers = rewritten(make_checkpoint(tmp_path / "plain", spec), plain)
     agree(rewritten(make_checkpoint(tmp_path / "codes", spec), quantise), numbers, compiled)
+
+
+def float8_groups(weight: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
+    """e4m3 codes with a scale for each group of columns of a row, and their values."""
+    rows, depth = weight.shape
+    parts = weight.float().view(rows, depth // group, group)
+    factors = (parts.abs().amax(-1).clamp_min(1e-9) / 448).bfloat16()
+    codes = (parts / factors.float()[..., None]).to(E4M3)
+    plain = codes.float() * factors.float()[..., None]
+    return {"": codes.view(rows, depth), "_scale": factors}, plain.view(rows, depth)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_float8_in_groups_of_columns(tmp_path: Path, group: int, compiled: bool) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "attention_heads": 8}
+    spec = CheckpointSpec(**DENSE.__dict__ | sizes | {"gdn_value_heads": 8, "gdn_key_dim": 32})
+    weights = CHANNEL | {"strategy": "group", "group_size": group}
+    fields = PACKED | {"format": "float-quantized", "ignore": ["re:.*linear_attn.*", "lm_head"]}
+    fields |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+    def chosen(tensors: Tensors) -> list[str]:
+        return [name for name in projections(tensors) if "linear_attn" not in name]
+
+    def quantise(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+        config["quantization_config"] = fields
+        for name in chosen(tensors):
+            codes, _ = float8_groups(tensors.pop(name), group)
+            tensors |= {name + suffix: each for suffix, each in codes.items()}
+        return tensors
+
+    def plain(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+        values = {name: float8_groups(tensors[name], group)[1] for name in chosen(tensors)}
+        return {name: each.float() for name, each in tensors.items()} | values
+
+    numbers = rewritten(make_checkpoint(tmp_path / "plain", spec), plain)
+    agree(rewritten(make_checkpoint(tmp_path / "codes", spec), quantise), numbers, compiled)
+
+
+def test_what_is_packed_for_marlin_is_named(tmp_path: Path) -> None:
+    spec = CheckpointSpec(**DENSE.__dict__ | {"quantization": "gptq"})
+
+    def repacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+        config["quantization_config"]["checkpoint_format"] = "marlin"
+        return {
+            name.replace(".qweight", ".B").replace(".scales", ".s"): each
+            for name, each in tensors.items()
+            if not name.endswith((".qzeros", ".g_idx"))
+        }
+
+    path = rewritten(make_checkpoint(tmp_path, spec), repacked)
+    with pytest.raises(CheckpointError, match=r"\.B is packed for Marlin's kernels: serve the"):
+        load_model(path, torch.float32, "cpu")
+
+
+def test_tensors_of_mlx_are_named(tmp_path: Path) -> None:
+    """A file whose config.json does not say so."""
+
+    def packed(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+        for name in projections(tensors):
+            rows, depth = tensors[name].shape
+            tensors[name] = torch.zeros(rows, depth // 8, dtype=torch.uint32)
+            for part in ("scales", "biases"):
+                tensors[name.replace("weight", part)] = torch.ones(rows, depth // 32)
+        return tensors
+
+    path = rewritten(make_checkpoint(tmp_path, DENSE), packed)
+    with pytest.raises(CheckpointError, match="weight is MLX's, whose weights are not read: serve"):
+        load_model(path, torch.float32, "cpu")
 
 
 def awq8(weight: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:

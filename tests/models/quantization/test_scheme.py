@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_configs import AWQ, CHANNEL, FP8, GPTQ, INT4, LAYER, PACKED, scheme
+from quantised_configs import (
+    AUTO_ROUND,
+    AWQ,
+    CHANNEL,
+    FP8,
+    GPTQ,
+    INT4,
+    LAYER,
+    MODELOPT,
+    MODELOPT_MIXED,
+    PACKED,
+    scheme,
+)
 from quantised_weights import FORMATS, quantization_config
 
 from vlm_serve.errors import CheckpointError
@@ -145,7 +157,7 @@ def group(**changes: Any) -> dict[str, Any]:
         (GPTQ | {"group_size": 100}, "group_size 100"),
         (GPTQ | {"group_size": None}, "group_size None"),
         (GPTQ | {"sym": "yes"}, "sym in quantization_config must be true or false, not 'yes'"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"checkpoint_format": "bitblas"}, "checkpoint_format 'bitblas' .*; serve the che"),
         (GPTQ | {"dynamic": {"+:mlp": {"bits": 2}}}, "bits 2"),
         (GPTQ | {"dynamic": {"+:mlp": 4}}, "dynamic .* must be an object"),
         (GPTQ | {"dynamic": {"-:(": {}}}, "no regular expression"),
@@ -173,8 +185,9 @@ def group(**changes: Any) -> dict[str, Any]:
         (group(weights=INT4 | {"num_bits": 2}), "num_bits 2 in weights of group_0"),
         (group(weights=INT4 | {"group_size": 7}), "group_size 7 in weights of group_0"),
         (group(weights=INT4 | {"strategy": "token"}), "strategy 'token' in weights of group_0"),
-        (group(weights=INT4 | {"actorder": "group"}), "actorder 'group'"),
-        (group(weights=CHANNEL | {"strategy": "group"}, format="float-quantized"), "for FP8"),
+        (group(weights=INT4 | {"actorder": "group"}), "actorder 'group' .*; serve the che"),
+        (group(weights=CHANNEL | {"strategy": "group"}, format="float-quantized"), "group_size No"),
+        (group(weights=CHANNEL | {"strategy": "token"}, format="float-quantized"), "for FP8"),
         (group(weights=CHANNEL | {"strategy": "block"}, format="float-quantized"), "block_struct"),
         (group(targets="Linear"), "targets in group_0 of quantization_config must be a list"),
         (PACKED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
@@ -228,3 +241,42 @@ def test_a_quantised_tensor_that_the_config_calls_dense_is_refused() -> None:
     held = Held(f"{LAYER}self_attn.q_proj.qweight")
     with pytest.raises(CheckpointError, match="q_proj.qweight is quantised, but quantization_conf"):
         scheme(GPTQ).stored_format(f"{LAYER}self_attn.q_proj.weight", held)
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        (GPTQ | {"quant_method": "gptq_marlin"}, GPTQ),
+        (GPTQ | {"checkpoint_format": "marlin"}, GPTQ),
+        (GPTQ | {"quant_method": "moe_wna16"}, GPTQ),
+        ({**GPTQ, "quant_method": None, "method": "gptq"}, GPTQ),
+        (AWQ | {"quant_method": "awq_marlin"}, AWQ),
+        (AWQ | {"version": "marlin"}, AWQ),
+        (AWQ | {"quant_method": "moe_wna16"}, AWQ),
+        ({**AWQ, "quant_method": None, "method": "awq"}, AWQ),
+        (AUTO_ROUND | {"quant_method": "intel/auto-round"}, AUTO_ROUND),
+        (MODELOPT | {"quant_method": "modelopt_fp4"}, MODELOPT),
+        (MODELOPT_MIXED | {"quant_method": "modelopt_mixed"}, MODELOPT_MIXED),
+    ],
+)
+def test_other_names_of_a_method(fields: Any, same: Any) -> None:
+    assert scheme(fields) == scheme(same)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["bitsandbytes", "hqq", "torchao", "exl2", "exl3", "fbgemm_fp8", "quark", "aqlm", "eetq"],
+)
+def test_other_methods_have_a_way_out(method: str) -> None:
+    way = f"quant_method '{method}' .*serve the checkpoint that it was made from, with --quantiz"
+    with pytest.raises(CheckpointError, match=way):
+        scheme({"quant_method": method, "bits": 4, "group_size": 64})
+
+
+def test_sparse_weights_have_a_way_out() -> None:
+    for fields in (
+        PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        group(format="marlin-24"),
+    ):
+        with pytest.raises(CheckpointError, match="24.* is not supported.*; serve the checkpoint"):
+            scheme(fields)

@@ -26,7 +26,7 @@ from vlm_serve.preprocess.prepare import Preprocessor
 
 # transformers' processor counts a tensor's numbers with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
-KINDS = ("minicpmv4_6", "minicpmv4_7")
+KINDS = ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
 
 
 @pytest.fixture(scope="module", params=[*KINDS, "4x"])

@@ -1,16 +1,20 @@
-"""Engines that make vectors of prompts instead of answers (`--task embed` and `--task rerank`):
-embeddings and scores."""
+"""Engines that make vectors of prompts instead of answers (`--task embed`, `--task rerank` and
+`--task classify`): embeddings, scores and labels."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.models.classifier import Classifier as Classifier
+from vlm_serve.models.spec import ModelSpec
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
@@ -28,12 +32,19 @@ def pools(config: EngineConfig) -> bool:
     return config.task != "generate"
 
 
-def without_drafts(config: EngineConfig) -> EngineConfig:
-    """Return the config for its task: an engine that pools drafts nothing.
+def with_task(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return the config with the task that a model has: an engine that pools drafts nothing.
 
     Raises:
-        ConfigError: it cannot be combined with other options.
+        ConfigError: the model has no head for it, or it cannot be combined with other options.
     """
+    labels, task = Classifier.of(spec.config) is not None, config.task
+    if task == ("generate" if labels else "classify"):
+        kind = "a classifier, which generates no answers" if labels else "no classifier"
+        named = f"the checkpoint's architectures {spec.config.get('architectures')} name {kind}"
+        raise ConfigError(f"task {task!r}: {named}; leave it out", param="task")
+    if task == "auto" or (task == "rerank" and labels):
+        config = replace(config, task="classify" if labels else "generate")
     if not pools(config):
         return config
     if config.tensor_parallel_size > 1:
@@ -48,7 +59,9 @@ def without_drafts(config: EngineConfig) -> EngineConfig:
     return replace(config, speculative="off")
 
 
-def pooled_tokens(config: EngineConfig, path: Path) -> tuple[int, ...] | None:
+def pooled_tokens(
+    config: EngineConfig, spec: ModelSpec, path: Path
+) -> tuple[int, ...] | int | None:
     """Return `Model.pooled` for the engine's task.
 
     Raises:
@@ -58,6 +71,9 @@ def pooled_tokens(config: EngineConfig, path: Path) -> tuple[int, ...] | None:
         return None
     if config.task == "embed":
         return ()
+    classifier = Classifier.of(spec.config)
+    if classifier is not None:
+        return len(classifier.labels)
     tokenizer, token_ids = Tokenizer(path), []
     for word in JUDGEMENTS:
         ids = tokenizer.encode(word)
@@ -70,9 +86,11 @@ def pooled_tokens(config: EngineConfig, path: Path) -> tuple[int, ...] | None:
     return tuple(token_ids)
 
 
-def head_rows(config: EngineConfig) -> int | None:
+def head_rows(config: EngineConfig, spec: ModelSpec) -> int | None:
     """Return `weight_bytes`'s `head_rows` for the engine's task."""
-    return {"embed": 0, "rerank": len(JUDGEMENTS)}.get(config.task)
+    classifier = Classifier.of(spec.config)
+    labels = 0 if classifier is None else len(classifier.labels)
+    return {"embed": 0, "rerank": len(JUDGEMENTS), "classify": labels}.get(config.task)
 
 
 def check_task(config: EngineConfig, *, pooled: bool) -> None:
@@ -87,14 +105,25 @@ def check_task(config: EngineConfig, *, pooled: bool) -> None:
         )
 
 
-def embedding_of(hidden: Vector, dimensions: int | None = None) -> Vector:
-    """Return a hidden state, cut to its first dimensions, with a length of 1."""
+def embedding_of(hidden: Vector, dimensions: int | None = None, *, unit: bool = True) -> Vector:
+    """Return a hidden state, cut to its first dimensions, with a length of 1 if `unit`."""
     cut = hidden if dimensions is None else hidden[:dimensions]
-    length = float(np.linalg.norm(cut.astype(np.float64)))
+    length = float(np.linalg.norm(cut.astype(np.float64))) if unit else 1.0
     return (cut / max(length, _SMALLEST)).astype(np.float32)
 
 
-def score_of(logits: Vector) -> float:
-    """Return the probability of yes, from the logits of yes and no."""
+def scoring(spec: ModelSpec, activated: bool | None = None) -> Callable[[Vector], float]:
+    """Return `score_of` for a model. Raises InvalidRequestError if it has several labels."""
+    head = Classifier.of(spec.config)
+    if head is not None and len(head.labels) != 1:
+        raise InvalidRequestError(f"the model has {len(head.labels)} labels: use /classify")
+    return partial(score_of, head=head, activated=activated is not False)
+
+
+def score_of(logits: Vector, head: Classifier | None = None, *, activated: bool = True) -> float:
+    """Return the probability of yes, from the logits of yes and no, or the value of a classifier's
+    only label; unless `activated`, the number behind it."""
+    if head is not None:
+        return head.values(logits, activated=activated)[0]
     yes, no = (float(logit) for logit in logits)
-    return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+    return 1.0 / (1.0 + math.exp(min(no - yes, 700.0))) if activated else yes - no

@@ -30,7 +30,7 @@ from vlm_serve.engine.features.tiers.loading import make_tiers
 from vlm_serve.engine.features.tiers.shared_store import SharedAddress, find_store
 from vlm_serve.engine.numerics.arithmetic import decide, with_plain_ops
 from vlm_serve.engine.numerics.invariance import exact_only
-from vlm_serve.engine.requests.pooling import head_rows, pooled_tokens, without_drafts
+from vlm_serve.engine.requests.pooling import head_rows, pooled_tokens, with_task
 from vlm_serve.engine.requests.request import Language
 from vlm_serve.engine.start.adapter_start import make_adapters
 from vlm_serve.engine.start.draft_start import make_drafters, measure_costs, with_drafts, with_mtp
@@ -73,6 +73,7 @@ from vlm_serve.preprocess.identity.keys import RootFields
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
+from vlm_serve.preprocess.text.sentence_files import Sentences
 from vlm_serve.system.host_memory import retain_freed_memory
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
@@ -102,11 +103,11 @@ def build(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    config = without_drafts(config)
     address = find_store(config)
     path = find_checkpoint(model, revision=config.revision, tower=config.mmproj)
     changes, size = changes_of(config), config.tensor_parallel_size
     spec = with_generation(read_spec(path, changes), config)
+    config = with_task(config, spec)
     check_stored(spec, path)
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(size, mtp=mtp)
@@ -123,7 +124,7 @@ def build(
         retain_freed_memory()
     else:
         choose(config.gpu_kernels)
-    pooled = pooled_tokens(config, path)
+    pooled = pooled_tokens(config, spec, path)
     source = ModelSource(path, spec, arithmetic, device, backend.compiled, mtp, changes, pooled)
     loaded, started = load(source, config, processes)
     try:
@@ -231,7 +232,7 @@ def _assemble(
             drafts=source.drafts,
             quantised=model.quantised,
             bits=source.arithmetic.bits,
-            head_rows=head_rows(config),
+            head_rows=head_rows(config, spec),
         ),
         memory=memory,
         steps=steps,
@@ -335,6 +336,8 @@ def _preprocessor(
     source: ModelSource, config: EngineConfig, model: Model, max_tokens: int
 ) -> Preprocessor:
     assert config.block_size is not None
+    judges = config.task in ("rerank", "classify") and model.spec.vision is None
+    thoughtless = {"enable_thinking": False} if judges else {}
     names = source.arithmetic.types.names()
     root = RootFields(
         weights_fingerprint=model.fingerprint,
@@ -359,7 +362,8 @@ def _preprocessor(
         max_tokens=max_tokens,
         generation=generation_folder(config),
         template_file=config.chat_template,
-        template_kwargs=config.chat_template_kwargs,
+        template_kwargs={**thoughtless, **(config.chat_template_kwargs or {})},
+        sentences=Sentences.of(source.path) if config.task == "embed" else None,
     )
 
 

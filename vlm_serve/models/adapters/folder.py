@@ -29,7 +29,6 @@ _KINDS = {
     "lora_embedding_": "a tuned table of embeddings",
     "lora_magnitude_vector": "DoRA's magnitudes",
     "modules_to_save": "a module saved whole",
-    ".lora_B.bias": "a tuned bias",
     ".bias": "a tuned bias",
 }
 """Parts of tensors' names of adapters that are refused, and what they are."""
@@ -52,41 +51,11 @@ _SHOWN = 60
 _LARGEST = torch.finfo(torch.float32).max
 _PATTERN_SECONDS = 5.0
 """Processor time for patterns. A request to load an adapter must not outlast a server's end."""
-_HARMLESS = frozenset(
-    [
-        "alpha_pattern",
-        "arrow_config",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "corda_config",
-        "eva_config",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_config",
-        "megatron_core",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "use_rslora",
-    ]
-)
+_HARMLESS = """alpha_pattern arrow_config auto_mapping base_model_name_or_path bias corda_config
+    eva_config exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern
+    layers_to_transform loftq_config lora_alpha lora_dropout lora_ga_config megatron_config
+    megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern
+    revision runtime_config target_modules target_parameters task_type use_rslora"""
 """Fields that are read below, or that matter to training alone."""
 _REFUSED = {
     "use_dora": "DoRA",
@@ -99,30 +68,42 @@ _REFUSED = {
     "lora_bias": "biases (lora_bias)",
     "use_qalora": "QALoRA",
 }
+_MERGE = (
+    "; merge it into its model and serve that: "
+    "base = AutoModelForImageTextToText.from_pretrained(BASE, dtype='auto'); "
+    "PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(FOLDER); "
+    "AutoProcessor.from_pretrained(BASE).save_pretrained(FOLDER)"
+)
+"""What helps with an adapter that is refused, with transformers and PEFT."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the base model's weights: the adapter then fits no other base."""
 _INNER = ".base_layer"
+_SWAPS = re.compile(r"0\.(19|[2-9]\d)\b|[1-9]")
+"""Versions of PEFT from 0.19 on; those before 0.18 wrote none."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
     """The change of all experts' weights in one tensor (`target_parameters`).
 
-    PEFT's `ParamWrapper` takes a tensor `[experts, i, o]`. A `[experts * rank, i]` lists the ranks
+    PEFT's `ParamWrapper` takes a tensor `[experts, o, i]`. A `[experts * rank, i]` lists the ranks
     of one expert after the other; B `[o, rank * experts]` the experts of one rank after the other.
-    An expert's change is the transpose of its B @ A. A module with two changed tensors is wrapped
-    twice: the first tensor's factors are named by `base_layer`.
+    An expert's change is its B @ A. Before 0.19 PEFT took the tensor as `[experts, i, o]`, and the
+    change was the transpose. A module with two changed tensors is wrapped twice: the first tensor's
+    factors are named by `base_layer`.
 
     Attributes:
         a, b: PEFT's factors.
         rank: of each expert.
         scale: alpha over the rank, or over its root.
+        turned: whether the change of a square weight is the transpose; other shapes tell.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     rank: int
     scale: float
+    turned: bool = False
 
     @property
     def count(self) -> int:
@@ -143,13 +124,14 @@ class FusedExperts:
 
     def of(self, expert: int, out: int, depth: int) -> LowRank | None:
         """Return an expert's change of its weight `[out, depth]`; None for a tensor of another
-        shape. As in transformers, a shape that fits is never transposed."""
+        shape."""
         a = self.a[expert * self.rank : (expert + 1) * self.rank]
         b = self.b.view(len(self.b), self.rank, self.count)[:, :, expert]
-        if (a.shape[1], len(b)) == (out, depth):
-            return LowRank(b.T.contiguous(), a.T.contiguous(), self.scale)
-        if (a.shape[1], len(b)) == (depth, out):
+        sizes = (len(b), a.shape[1])
+        if sizes == (out, depth) and not (self.turned and out == depth):
             return LowRank(a.contiguous(), b.contiguous(), self.scale)
+        if sizes == (depth, out):
+            return LowRank(b.T.contiguous(), a.T.contiguous(), self.scale)
         return None
 
 
@@ -162,6 +144,7 @@ class AdapterFields:
         ranks, alphas: by patterns of modules' names, or of their ends.
         root: whether the scale is alpha over the root of the rank (rslora), not over the rank.
         parameters: ends of names of tensors changed as such (`target_parameters`).
+        turned: see `FusedExperts`.
     """
 
     rank: int
@@ -170,6 +153,7 @@ class AdapterFields:
     alphas: Sequence[tuple[Pattern, float]]
     root: bool
     parameters: tuple[str, ...] = ()
+    turned: bool = False
 
     def rank_of(self, module: str) -> int:
         """Return the file's rank of a module."""
@@ -251,7 +235,7 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
     if not weights.is_file():
         old = " (adapter_model.bin is a pickle: save it anew with safe_serialization)"
         hint = old if (path / "adapter_model.bin").is_file() else ""
-        raise CheckpointError(f"the folder has no {WEIGHTS_FILE}{hint}")
+        raise CheckpointError(f"the folder has no {WEIGHTS_FILE}{hint}{_MERGE if hint else ''}")
     file = SafetensorsFile(weights)
     base = [name for name in sorted(file.names()) if _is_base(name)]
     factors = _factors(file, set(file.names()) - set(base), dtype)
@@ -303,7 +287,8 @@ def _factors(
         match = _NAME.fullmatch(name)
         if match is None:
             kind = next((label for part, label in _KINDS.items() if part in name), None)
-            raise CheckpointError(f"{name} is {kind or 'no tensor of LoRA'}: not supported")
+            why = f"{kind or 'no tensor of LoRA'}: not supported{_MERGE if kind else ''}"
+            raise CheckpointError(f"{name} is {why}")
         pair = factors.setdefault(match[1], {})
         if match[2] in pair:
             raise CheckpointError(
@@ -362,23 +347,27 @@ def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
     """
     kind = raw.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{CONFIG_FILE}: peft_type is {shown(kind)}: only LORA is supported")
+        raise CheckpointError(
+            f"{CONFIG_FILE}: peft_type is {shown(kind)}: only LORA is supported{_help(kind)}"
+        )
     for name, label in _REFUSED.items():
         if raw.get(name):
-            raise CheckpointError(f"{CONFIG_FILE}: {label}: not supported")
+            raise CheckpointError(f"{CONFIG_FILE}: {label}: not supported{_help(name)}")
     if raw.get("bias", "none") != "none":
         raise CheckpointError(
-            f"{CONFIG_FILE}: tuned biases (bias {shown(raw['bias'])}): not supported"
+            f"{CONFIG_FILE}: tuned biases (bias {shown(raw['bias'])}): not supported{_MERGE}"
         )
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise CheckpointError(
             f"{CONFIG_FILE}: init_lora_weights {shown(start)} changes the base model's weights: "
-            "save the adapter with path_initial_model_for_weight_conversion"
+            f"save the adapter with path_initial_model_for_weight_conversion{_MERGE}"
         )
     for name, value in raw.items():
-        if name not in _HARMLESS and name not in _REFUSED and value:
-            raise CheckpointError(f"{CONFIG_FILE}: {name[:_SHOWN]} is set, and is not supported")
+        if name not in _HARMLESS.split() and name not in _REFUSED and value:
+            raise CheckpointError(
+                f"{CONFIG_FILE}: {name[:_SHOWN]} is set, and is not supported{_help(name)}"
+            )
     with patterns_of_one_file(_PATTERN_SECONDS):
         ranks = _by_pattern(raw, "rank_pattern", _rank)
         alphas = _by_pattern(raw, "alpha_pattern", _number)
@@ -389,7 +378,14 @@ def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
         alphas=alphas,
         root=raw.get("use_rslora") is True,
         parameters=_names(raw, "target_parameters"),
+        turned=_SWAPS.match(str(raw.get("peft_version") or "")) is None,
     )
+
+
+def _help(what: object) -> str:
+    """Return what helps with an unsupported field or type of adapters; "" if nothing does, because
+    it follows the prompt."""
+    return "" if re.search(r"arrow|alora|PROMPT|TUNING|CPT|POLY|XLORA", str(what)) else _MERGE
 
 
 def _by_pattern(
@@ -470,7 +466,7 @@ def fused(
             )
         scale = fields.scale_of(name, rank)
         _check_scaled(name, pair["A"], pair["B"], scale)
-        changes[name] = FusedExperts(pair["A"], pair["B"], rank, scale)
+        changes[name] = FusedExperts(pair["A"], pair["B"], rank, scale, fields.turned)
     return changes
 
 

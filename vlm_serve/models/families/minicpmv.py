@@ -1,5 +1,6 @@
-"""MiniCPM-V 4.6 and 4.7: Qwen3.5's language model, and a vision tower that cuts pictures into
-slices. They differ in media positions: 4.6 counts tokens, 4.7 lays slices out on a canvas."""
+"""MiniCPM-V 4.6 and 4.7 and MiniCPM-OCR: Qwen3.5's language model, and a vision tower that cuts
+pictures into slices. They differ in media positions: 4.7 lays slices out on a canvas, the others
+count tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ DEFAULTS: Defaults = {
     **qwen3_5.DEFAULTS,
     "MiniCPMV4_6Config": _WHOLE,
     "MiniCPMV4_7Config": _WHOLE,
+    "MiniCPMOcrConfig": _WHOLE | {"downsample_mode": "4x", "tie_word_embeddings": True},
     "MiniCPMV4_6VisionConfig": _VISION,
     "MiniCPMV4_7VisionConfig": _VISION,
+    "MiniCPMOcrVisionConfig": _VISION,
 }
 """Defaults of transformers' classes, for fields that a file omits."""
 

@@ -56,11 +56,12 @@ DEFAULTS: Defaults = {
 
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json, dense or MoE."""
-    text = shared.text_section(config)
+    alone = config.raw["model_type"].endswith("_text")
+    text = config if alone else shared.text_section(config)
     mixer = shared.plain_attention(text)
     layers = [(mixer, feed_forward) for feed_forward in _feed_forwards(config, text)]
-    tower = shared.vision(config, deepstack=True)
-    if len(tower.deepstack) >= len(layers):
+    tower = None if alone else shared.vision(config, deepstack=True)
+    if tower is not None and len(tower.deepstack) >= len(layers):
         raise CheckpointError(
             f"deepstack_visual_indexes {list(tower.deepstack)} are too many for "
             f"num_hidden_layers {len(layers)}"
@@ -70,6 +71,6 @@ def spec(config: Config) -> ModelSpec:
 
 
 def _feed_forwards(config: Config, text: Config) -> list[FeedForward]:
-    if config.raw["model_type"] == "qwen3_vl":
+    if "moe" not in config.raw["model_type"]:
         return [shared.mlp(text)] * text.size("num_hidden_layers")
     return shared.sparse_layers(text, shared.experts(text, shared=False, transposed=True))

@@ -33,7 +33,8 @@ VISION_DEFAULTS: dict[str, Any] = {
 
 
 _OLDER, _NEWER = ROTATIONS
-_KINDS = ("default", "yarn")
+# Older writers call the plain rotation by the positions that it is for.
+_KINDS = {"default": "default", "mrope": "default", "yarn": "yarn"}
 
 
 def text_section(config: Config) -> Config:
@@ -288,7 +289,7 @@ def _fields(text: Config) -> Config:
         if lost is not None and older.raw.get(name) is None and older.given(name) != lost:
             raise _lost(name, lost)
     kind = newer.raw.get("rope_type", newer.raw.get("type"))
-    if kind not in (None, "default") and kind != _kind(older):
+    if kind not in (None, "default", "mrope") and kind != _kind(older):
         raise _lost("rope_type", kind)
     return older
 
@@ -304,9 +305,9 @@ def _kind(fields: Config) -> str:
     kind = fields.raw.get("rope_type", fields.raw.get("type"))
     if kind is None:
         return "default"
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise CheckpointError(f"rope_type {kind!r} is not supported, only 'default' and 'yarn'")
-    return str(kind)
+    return _KINDS[kind]
 
 
 def _yarn(fields: Config) -> Yarn:

@@ -248,7 +248,9 @@ class Fields:
 
     def _refuse(self, name: str, value: object, known: tuple[object, ...]) -> None:
         named = " or ".join(repr(option) for option in known)
-        raise CheckpointError(f"{name} {value!r} in {self.place} is not supported, only {named}")
+        raise CheckpointError(
+            f"{name} {value!r} in {self.place} is not supported, only {named}; {PLAIN}"
+        )
 
 
 def described(wanted: Iterable[str]) -> str:

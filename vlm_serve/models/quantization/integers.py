@@ -37,6 +37,7 @@ from vlm_serve.models.quantization.base import (
     shaped,
     whole_weight,
 )
+from vlm_serve.models.quantization.fields import PLAIN
 
 _PLACES = {4: [0, 4, 1, 5, 2, 6, 3, 7], 8: [0, 2, 1, 3]}
 """The place in a word of AWQ of each of its codes, by bits."""
@@ -246,7 +247,7 @@ def _check_order(tensors: Tensors, name: str, depth: int, group: int, option: st
         return
     if not torch.equal(shaped(tensors, name, (depth,)).long(), torch.arange(depth) // group):
         raise CheckpointError(
-            f"{name} orders columns by activation ({option}), which is not supported"
+            f"{name} orders columns by activation ({option}), which is not supported: {PLAIN}"
         )
 
 

@@ -33,7 +33,7 @@ _PLAIN_BITS = 16
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _PLACES = ("quantization_config", "compression_config", "quantization")
 _USUALLY_DENSE = re.compile(
-    r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
+    r"(.*\.)?(visual|embed_tokens|lm_head|score|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
 )
 """Modules that are dense in published checkpoints, whether their lists include them or not."""
 
@@ -146,16 +146,21 @@ class QuantScheme:
 
 
 def _read(fields: Fields) -> QuantScheme:
-    method = fields.get("quant_method")
-    if method is None and "quant_algo" in fields:  # as older exports of ModelOpt
-        method = "modelopt"
-    elif method is None and "config_groups" in fields:
-        method = "compressed-tensors"
-    if not isinstance(method, str) or method not in _METHODS:
-        mlx = method is None and "bits" in fields and "method" not in fields
+    given = fields.get("quant_method")
+    if given is None and "quant_algo" in fields:  # as older exports of ModelOpt
+        given = _MODELOPT
+    elif given is None and "config_groups" in fields:
+        given = _COMPRESSED
+    elif given is None:  # as GPTQModel's own files
+        given = fields.get("method")
+    method = _ALIASES.get(given, given) if isinstance(given, str) else None
+    if method == "moe_wna16":  # vLLM's name for experts of either
+        method = "awq" if "zero_point" in fields or "version" in fields else "gptq"
+    if method not in _METHODS:
+        mlx = given is None and ("bits" in fields or "mode" in fields)
         raise CheckpointError(
-            f"quant_method {method!r} in {fields.place} is not supported; supported are "
-            f"{', '.join(_METHODS)}: {_INSTEAD.get('mlx' if mlx else str(method), PLAIN)}"
+            f"quant_method {given!r} in {fields.place} is not supported; supported are "
+            f"{', '.join(_METHODS)}: {_INSTEAD.get('mlx' if mlx else str(given), PLAIN)}"
         )
     with patterns_of_one_file():
         return _METHODS[method](fields)
@@ -192,7 +197,8 @@ def _float8(fields: Fields) -> QuantScheme:
 def _gptq(fields: Fields) -> QuantScheme:
     fields.expect("method", "gptq")
     form = fields.agreed("checkpoint_format", "format")
-    fields.expect(form, "gptq", "gptq_v2")
+    # A file for Marlin's kernels that is not yet repacked has GPTQ's tensors, whose shapes tell.
+    fields.expect(form, "gptq", "gptq_v2", "marlin")
     default = _gptq_format(fields, offset=0 if fields.get(form) == "gptq_v2" else 1)
     wanted = of_auto_round(fields)
     rules = []
@@ -227,7 +233,7 @@ def _check_words(fields: Fields) -> None:
 
 def _awq(fields: Fields) -> QuantScheme:
     fields.expect("method", "awq")
-    fields.expect(fields.agreed("version", "format", "checkpoint_format"), "gemm", "GEMM")
+    fields.expect(fields.agreed("version", "format", "checkpoint_format"), "gemm", "GEMM", "marlin")
     if fields.get("backend") == "llm-awq":
         raise CheckpointError(
             f"backend 'llm-awq' in {fields.place} names a layout that is not supported; {PLAIN}"
@@ -258,7 +264,7 @@ def _auto_round(fields: Fields) -> QuantScheme:
     if tensors not in ("gptq", "awq"):
         raise CheckpointError(
             f"packing_format {packing!r} in {fields.place} is not supported, only "
-            f"{' and '.join(map(repr, _PACKINGS))}: export the model in one of these"
+            f"{' and '.join(map(repr, _PACKINGS))}: export the model in one of these, or {PLAIN}"
         )
 
     def read(section: Fields) -> Format:
@@ -377,9 +383,7 @@ def _format_of(group: Fields, weights: Fields, stored: str) -> Format:
         group.expect("format", *_FLOATS, _MXFP8)
         if stored not in _FLOATS:
             raise _group_refusal(group, stored, kind, bits)
-        block = _block(weights, strategy)
-        weights.expect("group_size", -1)
-        return Float8(block)
+        return Float8(_block(weights, strategy))
     if kind == "float" and bits == 4 and stored in _FLOATS4:
         weights.expect("symmetric", True)
         weights.expect("strategy", "tensor_group", "group")
@@ -394,7 +398,7 @@ def _format_of(group: Fields, weights: Fields, stored: str) -> Format:
     elif strategy not in ("channel", "tensor"):
         raise CheckpointError(
             f"strategy {strategy!r} in {weights.place} is not supported for integers, only "
-            "'group', 'channel' or 'tensor'"
+            f"'group', 'channel' or 'tensor'; {PLAIN}"
         )
     else:
         weights.expect("group_size", -1)
@@ -407,12 +411,15 @@ def _format_of(group: Fields, weights: Fields, stored: str) -> Format:
 
 
 def _block(weights: Fields, strategy: object) -> tuple[int, int] | None:
+    if strategy == "group":
+        return 1, weights.number("group_size", *GROUPS)
+    weights.expect("group_size", -1)
     if strategy in ("channel", "tensor"):
         return None
     if strategy != "block":
         raise CheckpointError(
             f"strategy {strategy!r} in {weights.place} is not supported for FP8, only 'channel', "
-            "'tensor' or 'block'"
+            f"'tensor', 'group' or 'block'; {PLAIN}"
         )
     size = weights.get("block_structure")
     fits = isinstance(size, list) and len(size) == 2
@@ -427,7 +434,7 @@ def _group_refusal(group: Fields, stored: str, kind: object, bits: object) -> Ch
     return CheckpointError(
         f"{group.place} stores {bits}-bit {kind} weights as {stored!r}, which is not supported; "
         f"supported are int4 and int8 in {_PACKED}, int8 in {' or '.join(_BYTES)}, FP8 in "
-        f"{' or '.join(_FLOATS)} or {_MXFP8}, and FP4 in {fp4}"
+        f"{' or '.join(_FLOATS)} or {_MXFP8}, and FP4 in {fp4}; {PLAIN}"
     )
 
 
@@ -444,6 +451,7 @@ def _modelopt(fields: Fields) -> QuantScheme:
     rules, default = list(_modelopt_rules(kept, None)), None
     wanted: list[str | None] = []
     if _quant_algo(fields) == _MIXED:
+        fields.expect("group_size", 16)
         by_format: dict[str, list[str]] = {}
         for module, content in fields.section("quantized_layers").items():
             section = Fields(content, f"{module} in quantized_layers of {fields.place}")
@@ -495,7 +503,7 @@ def _modelopt_format(fields: Fields) -> str:
     if name not in _MODELOPT_FORMATS:
         raise CheckpointError(
             f"quant_algo {fields.get('quant_algo')!r} in {fields.place} is not supported, only "
-            + " or ".join(map(repr, _MODELOPT_FORMATS))
+            + f"{' or '.join(map(repr, _MODELOPT_FORMATS))}; {PLAIN}"
         )
     format_, size = _MODELOPT_FORMATS[name][0], fields.get("group_size")
     # Of FP8, a block has so many columns.
@@ -521,6 +529,10 @@ _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
     "auto-round": _auto_round,
     "gguf": _gguf,
 }
+
+_ALIASES = {"intel/auto-round": "auto-round", "gptq_marlin": "gptq", "awq_marlin": "awq"}
+_ALIASES |= dict.fromkeys(("modelopt_fp4", "modelopt_fp8", "modelopt_mixed"), _MODELOPT)
+"""Other names of methods."""
 
 _INSTEAD = {
     "mlx": f"bits and group_size without a method are MLX's, whose weights are not read; {PLAIN}",

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings (OpenAI's), /v1/rerank and /v1/score (vLLM's)."""
+"""POST /v1/embeddings (OpenAI's), /v1/rerank, /v1/score and /classify (vLLM's)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, embedding_of, score_of
+from vlm_serve.engine.requests.pooling import ONE_TOKEN, Classifier, Vector, embedding_of, scoring
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.keys import KeyScope
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.text.pooled_prompts import embedding_messages, rerank_messages
@@ -46,38 +47,46 @@ from vlm_serve.server.service import Preparation, Service
 MAX_INPUTS = 1024
 
 Work = Callable[[], Preparation]
+ScoreOf = Callable[[Vector], float]
 Make = Callable[[list[Vector], dict[str, Any]], BaseModel]
 """Makes a response of the vectors in the order of prompts, and of the fields that all share."""
 
 
 class PoolingRequest(AnswerRequest):
-    """The fields that all three bodies share."""
+    """The fields that all bodies share."""
 
     instruction: str | None = None
+    use_activation: bool | None = None
     user: str | None = None
     mm_processor_kwargs: Table[Any] | None = None
     media_io_kwargs: Table[Any] | None = None
 
 
-class EmbeddingsRequest(PoolingRequest):
+class ClassifyRequest(PoolingRequest):
     input: str | Items[str] | Tokens | Items[Tokens] | None = None
     messages: Items[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
+
+
+class EmbeddingsRequest(ClassifyRequest):
+    prompt_name: str | None = None
+    input_type: str | None = None
     dimensions: Whole | None = None
     encoding_format: Literal["float", "base64"] | None = None
 
 
 class PairContent(RequestModel):
-    """Parts of a message, as in a chat."""
+    """A text, or parts of a message as in a chat."""
 
-    content: str | Items[Table[Any]]
+    content: str | Items[Table[Any]] | None = None
+    text: str | None = None
 
 
 PairSide = str | PairContent
 
 
 class RerankRequest(PoolingRequest):
-    query: PairSide
-    documents: Items[PairSide]
+    query: PairSide | Items[Table[Any]]
+    documents: Items[PairSide | Items[Table[Any]]]
     top_n: Whole | None = None
     return_documents: bool | None = None
 
@@ -95,9 +104,9 @@ def check_number(count: int, field: str) -> None:
         raise InvalidRequestError(f"{field} has {count} items, at most {MAX_INPUTS}", param=field)
 
 
-def content_of(side: PairSide) -> str | list[dict[str, Any]]:
+def content_of(side: PairSide | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return a text or the parts of one side of a pair."""
-    return side if isinstance(side, str) else side.content
+    return (side.content or side.text or "") if isinstance(side, PairContent) else side
 
 
 def pairs_of(body: ScoreRequest) -> list[tuple[PairSide, PairSide]]:
@@ -125,11 +134,12 @@ def pairs_of(body: ScoreRequest) -> list[tuple[PairSide, PairSide]]:
 class PoolingUsage(BaseModel):
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: int = 0
     cached_tokens: int
 
 
 class Pooled(BaseModel):
-    """The fields that all three bodies share. Reports are those of the prompts, in their order."""
+    """The fields that all bodies share. Reports are those of the prompts, in their order."""
 
     id: str
     model: str
@@ -170,10 +180,23 @@ class Scores(Pooled):
     data: list[Score]
 
 
+class Label(BaseModel):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Labels(Pooled):
+    object: Literal["list"] = "list"
+    created: int
+    data: list[Label]
+
+
 def embedding_work(
-    service: Service, body: EmbeddingsRequest, value: Mapping[str, Any], scope: KeyScope
+    service: Service, body: ClassifyRequest, value: Mapping[str, Any], scope: KeyScope
 ) -> list[Work]:
-    """Return the work for each input of an embeddings request.
+    """Return the work for each input of a request for embeddings or labels.
 
     Args:
         service: what answers.
@@ -205,17 +228,19 @@ def _is_one(given: object) -> bool:
 def _of_input(
     service: Service, body: PoolingRequest, given: str | list[int], scope: KeyScope
 ) -> Work:
-    if not isinstance(given, str):
+    if not isinstance(given, str) or not isinstance(body, EmbeddingsRequest):
         return partial(prepare_tokens, service, given, scope)
-    conversation = _conversation(body, embedding_messages(given, body.instruction))
+    sentences, name = service.engine.preprocessor.sentences, body.prompt_name or body.input_type
+    conversation = _conversation(body, embedding_messages(given, body.instruction, sentences, name))
     return partial(prepare, service, conversation, scope)
 
 
 def pair_work(
-    service: Service, body: PoolingRequest, query: PairSide, document: PairSide, scope: KeyScope
+    service: Service, body: PoolingRequest, query: Any, document: Any, scope: KeyScope
 ) -> Work:
     """Return the work for the prompt that judges a pair; it raises as `read_conversation`."""
-    messages = rerank_messages(content_of(query), content_of(document), body.instruction)
+    plain, asked = not service.engine.preprocessor.takes_media, content_of(query)
+    messages = rerank_messages(asked, content_of(document), body.instruction, plain=plain)
     conversation = _conversation(body, messages)
     return partial(prepare, service, conversation, scope)
 
@@ -270,10 +295,11 @@ class PooledAnswer(AnswerStream):
 
 
 def embeddings_body(
-    body: EmbeddingsRequest, vectors: list[Vector], shared: dict[str, Any]
+    body: EmbeddingsRequest, normalised: bool, vectors: list[Vector], shared: dict[str, Any]
 ) -> Embeddings:
     """Return the embeddings of vectors, as numbers or as base64 of little-endian float32."""
-    resized = [embedding_of(vector, body.dimensions) for vector in vectors]
+    normalised = normalised if body.use_activation is None else body.use_activation
+    resized = [embedding_of(each, body.dimensions, unit=normalised) for each in vectors]
     coded: list[list[float] | str] = [
         base64.b64encode(vector.astype("<f4").tobytes()).decode()
         if body.encoding_format == "base64"
@@ -284,12 +310,14 @@ def embeddings_body(
     return Embeddings(data=data, **shared)
 
 
-def rerank_body(body: RerankRequest, vectors: list[Vector], shared: dict[str, Any]) -> Reranked:
+def rerank_body(
+    score: ScoreOf, body: RerankRequest, vectors: list[Vector], shared: dict[str, Any]
+) -> Reranked:
     """Return the documents' scores, the best first."""
     results = [
         RerankResult(
             index=index,
-            relevance_score=score_of(vector),
+            relevance_score=score(vector),
             document=_shown(body, index) if body.return_documents else None,
         )
         for index, vector in enumerate(vectors)
@@ -303,10 +331,23 @@ def _shown(body: RerankRequest, index: int) -> dict[str, Any]:
     return {"text": content} if isinstance(content, str) else {"content": content}
 
 
-def scores_body(vectors: list[Vector], shared: dict[str, Any]) -> Scores:
+def scores_body(score: ScoreOf, vectors: list[Vector], shared: dict[str, Any]) -> Scores:
     """Return the scores of pairs, in their order."""
-    data = [Score(index=index, score=score_of(vector)) for index, vector in enumerate(vectors)]
+    data = [Score(index=index, score=score(vector)) for index, vector in enumerate(vectors)]
     return Scores(data=data, created=int(time.time()), **shared)
+
+
+def labels_body(
+    head: Classifier, body: ClassifyRequest, vectors: list[Vector], shared: dict[str, Any]
+) -> Labels:
+    """Return the values of all labels of each prompt, and the name of the best one."""
+    activated = body.use_activation is not False
+    rows = [head.values(vector, activated=activated) for vector in vectors]
+    data = [
+        Label(index=index, label=head.labels[row.index(max(row))], probs=row, num_classes=len(row))
+        for index, row in enumerate(rows)
+    ]
+    return Labels(data=data, created=int(time.time()), **shared)
 
 
 B = TypeVar("B", bound=PoolingRequest)
@@ -320,7 +361,7 @@ async def embeddings(service: Service, request: Request) -> Response:
         if body.dimensions is not None and not 1 <= body.dimensions <= size:
             raise InvalidRequestError(f"dimensions must be 1 to {size}", param="dimensions")
         work = embedding_work(service, body, value, scope)
-        return work, partial(embeddings_body, body)
+        return work, partial(embeddings_body, body, service.engine.preprocessor.normalised)
 
     return await _answer(service, request, "embed", EmbeddingsRequest, parsed)
 
@@ -335,7 +376,7 @@ async def rerank(service: Service, request: Request) -> Response:
         work = [
             pair_work(service, body, body.query, document, scope) for document in body.documents
         ]
-        return work, partial(rerank_body, body)
+        return work, partial(rerank_body, scoring(service.engine.spec, body.use_activation), body)
 
     return await _answer(service, request, "rerank", RerankRequest, parsed)
 
@@ -345,9 +386,32 @@ async def score(service: Service, request: Request) -> Response:
 
     def parsed(body: ScoreRequest, value: Any, scope: KeyScope) -> tuple[Sequence[Work], Make]:
         work = [pair_work(service, body, *pair, scope) for pair in pairs_of(body)]
-        return work, scores_body
+        return work, partial(scores_body, scoring(service.engine.spec, body.use_activation))
 
     return await _answer(service, request, "rerank", ScoreRequest, parsed)
+
+
+async def classify(service: Service, request: Request) -> Response:
+    """Label texts and token ids as they are, or a conversation. It raises as `respond` does."""
+
+    def parsed(body: ClassifyRequest, value: Any, scope: KeyScope) -> tuple[Sequence[Work], Make]:
+        head = Classifier.of(service.engine.spec.config)
+        assert head is not None, "the task says so"
+        value = {"add_generation_prompt": False} | value
+        work = embedding_work(service, body, value, scope)
+        return work, partial(labels_body, head, body)
+
+    return await _answer(service, request, "classify", ClassifyRequest, parsed)
+
+
+def _unpadded(service: Service, scope: KeyScope, pad: int, work: Work) -> Preparation:
+    """Return a prompt up to its last token that is no padding, which transformers pools."""
+    prompt = work()
+    if not isinstance(prompt, Prompt) or prompt.spans or prompt.token_ids[-1] != pad:
+        return prompt
+    ids = list(prompt.token_ids)
+    end = next((end for end in range(len(ids), 1, -1) if ids[end - 1] != pad), 1)
+    return prepare_tokens(service, ids[:end], scope)
 
 
 async def _answer(
@@ -358,7 +422,8 @@ async def _answer(
     parsed: Callable[[B, Any, KeyScope], tuple[Sequence[Work], Make]],
 ) -> Response:
     arrival, served = time.monotonic(), service.engine.config.task
-    if served != task:
+    head = Classifier.of(service.engine.spec.config) if served == "classify" else None
+    if served != task and (head is None or task != "rerank"):
         raise InvalidRequestError(
             f"this route needs a server that was started with --task {task}, and this one has "
             f"--task {served}"
@@ -370,6 +435,8 @@ async def _answer(
             raise InvalidRequestError("stream is not possible here", param="stream")
         key_scope = service.state.key_scope(scope, body.model, body.cache_salt)
         works, make = parsed(body, value, key_scope)
+        if head is not None and head.pad is not None:
+            works = [partial(_unpadded, service, key_scope, head.pad, work) for work in works]
         request_id = body.request_id or request_id_of(scope)
         name = service.state.resolve_model(body.model)
         tasks = [

@@ -52,7 +52,7 @@ class ModelSource:
     compiled: bool
     drafts: bool = False
     changes: Changes = field(default_factory=Changes)
-    pooled: tuple[int, ...] | None = None
+    pooled: tuple[int, ...] | int | None = None
 
     def load(self, ranks: Ranks = ALONE) -> Model:
         """Load a rank's part of the model. Raise whatever loading raises."""
