@@ -12,6 +12,7 @@ accepts and how it handles thoughts, and `TemplateTraits` fits messages to it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -335,11 +336,13 @@ class Thinking:
         prompt: what the generation prompt does to a thought, with `enable_thinking` "on", "off" and
             by "default".
         efforts: values of `reasoning_effort` that it takes, lowest first; empty if it reads none.
+        separator: white space that it writes between `</think>` and an answer's text or calls.
     """
 
     marked: bool = False
     prompt: Mapping[str, Opening] = field(default_factory=dict)
     efforts: tuple[str, ...] = ()
+    separator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +473,7 @@ def find_traits(
         },
         no_content=no_content,
         late_systems=_in_order(shown([first, question, answered, second, question])),
-        thinking=_find_thinking(shown, tree, variables, question),
+        thinking=_find_thinking(shown, tree, variables, question, calling),
         tool_form=_find_tool_form(shown([question, calling]), source),
     )
 
@@ -590,7 +593,11 @@ def effort_for(thinking: Thinking, wanted: str) -> str | None:
 
 
 def _find_thinking(
-    shown: Shown, tree: jinja2.nodes.Template, variables: frozenset[str], question: Message
+    shown: Shown,
+    tree: jinja2.nodes.Template,
+    variables: frozenset[str],
+    question: Message,
+    calling: Message,
 ) -> Thinking:
     """Probe a template for thoughts.
 
@@ -598,14 +605,29 @@ def _find_thinking(
         shown: renders messages.
         tree: the template's syntax tree.
         variables: the names that it reads.
-        question: a user's message in its form.
+        question, calling: a user's message and an answer with only a call, in its form.
     """
     prompt = {name: _opening(shown, question, given) for name, given in _SWITCHED.items()}
     return Thinking(
         marked=any(opening != "none" for opening in prompt.values()) or _knows(shown, question),
         prompt=prompt,
         efforts=_efforts(shown, tree, question) if EFFORT in variables else (),
+        separator=_separator(shown, question, calling),
     )
+
+
+def _separator(shown: Shown, question: Message, calling: Message) -> str:
+    """Return the white space with which texts and calls begin behind a thought.
+
+    A template that shows no thought of an answer may close an empty one in its generation prompt.
+    """
+    reasons = dict.fromkeys(("reasoning_content", "thinking"), _REASON)
+    answers = ({"role": "assistant", "content": _ANSWER}, calling)
+    asked = (shown([question, answer | reasons], add_generation_prompt=False) for answer in answers)
+    behind = [text.rpartition(THINK_END)[2] for text in asked if THINK_END in text]
+    behind = behind or [shown([question], kwargs=_SWITCHED["off"]).rpartition(THINK_END)[2]]
+    spaces = [text[: len(text) - len(text.lstrip())] for text in behind]
+    return os.path.commonprefix(spaces)
 
 
 def _opening(shown: Shown, question: Message, given: Mapping[str, Any]) -> Opening:

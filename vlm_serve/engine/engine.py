@@ -245,10 +245,10 @@ class Engine:
         return Thought(begins_in_thought(self.text_of(prompt), continued=True), quiet=False)
 
     def _before_answer(self, prompt: Prompt) -> bytes:
-        """Return the end of an open thought; b"": none is open."""
-        marked = self.preprocessor.template_traits.thinking.marked
-        opened = marked and leaves_thought_open(self.text_of(prompt))
-        return THINK_END.encode() if opened else b""
+        """Return the end of an open thought and what follows it; b"": none is open."""
+        thinking = self.preprocessor.template_traits.thinking
+        opened = thinking.marked and leaves_thought_open(self.text_of(prompt))
+        return (THINK_END + thinking.separator).encode() if opened else b""
 
     def text_of(self, prompt: Prompt) -> str:
         """Return the prompt's text, decoded if it came as tokens."""

@@ -116,7 +116,8 @@ class Requests:
         engine, grammar = self._engine, None
         if params.structured_outputs is not None:
             text = partial(engine.text_of, prompt)
-            after = before_grammar(form.thought, self._reasoning, text)
+            space = engine.preprocessor.template_traits.thinking.separator
+            after = before_grammar(form.thought, self._reasoning, space, text)
             grammar = engine.grammars.compile(params.structured_outputs, after, prompt.keys.root)
         return engine.submit(
             prompt,

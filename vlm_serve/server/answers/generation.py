@@ -340,6 +340,7 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     after = before_grammar(
         thought_of(task, prompt),
         reasoning_parser_of(service),
+        service.engine.preprocessor.template_traits.thinking.separator,
         partial(service.engine.text_of, prompt),
     )
     return await service.grammars.compile(form, after, prompt.keys.root, task.share)

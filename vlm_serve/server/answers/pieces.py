@@ -106,17 +106,18 @@ def thought_behind(
 
 
 def before_grammar(
-    thought: Thought | None, form: ReasoningParser, prompt: Callable[[], str]
+    thought: Thought | None, form: ReasoningParser, separator: str, prompt: Callable[[], str]
 ) -> bytes:
     """Return the text behind which a grammar applies; b"": it applies from the answer's start.
 
     Args:
         thought: of the answer; None: its reasoning is not split off.
         form: how reasoning is split off behind a chat template.
+        separator: what the template writes behind a thought.
         prompt: returns the prompt's text, for a prompt of unknown origin.
     """
     if thought is not None:
         opened = thought.opened
     else:
         opened = form != "none" and leaves_thought_open(prompt())
-    return THINK_END.encode() if opened else b""
+    return (THINK_END + separator).encode() if opened else b""
