@@ -172,6 +172,13 @@ class ServerConfig:
     request_timeout: float | None = _limits(
         None, "seconds until a request is aborted with an error", low=0.001, metavar="SECONDS"
     )
+    stream_silence: float = _limits(
+        5.0,
+        "seconds of silence, in the queue or while a prompt is computed, after which a stream gets "
+        "its status and a comment (/v1/messages: a ping), again and again; 0: never",
+        low=0.0,
+        metavar="SECONDS",
+    )
     preprocess_threads: int = _limits(
         4, "threads that render chat templates and tokenize", low=1, high=256
     )

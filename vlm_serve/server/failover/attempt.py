@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vlm_serve.server.http.streaming import PING
+
 ATTEMPT = "vlm_serve.attempt"
 """Key of the ASGI scope."""
 
@@ -90,7 +92,11 @@ def new_token(attempt: Attempt | None, *place: object, size: int = 12) -> str:
 
 
 def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge consecutive messages `http.response.body`, at least one, into one."""
+    """Merge consecutive messages `http.response.body`, at least one, into one.
+
+    What only breaks a silence is left out beside others.
+    """
+    messages = [message for message in messages if not message.get(PING)] or messages[:1]
     tokens: dict[int, list[int]] = {}
     one: dict[str, Any] = {}
     for message in messages:
@@ -118,7 +124,7 @@ class Delivery:
     def passed(self, message: Mapping[str, Any]) -> None:
         """Record a message after it was passed on whole."""
         self._started = True
-        self._delivered += len(message.get("body", b""))
+        self._delivered += 0 if message.get(PING) else len(message.get("body", b""))
         for choice, ids in message.get(TOKENS, {}).items():
             self._tokens.setdefault(choice, []).extend(ids)
         self._usage = message.get(USAGE, self._usage)

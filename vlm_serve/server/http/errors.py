@@ -108,6 +108,7 @@ MESSAGES_PATH = "/v1/messages"
 """The route whose errors have Anthropic's form; so do those of all routes below it."""
 
 MODELS_PATH = "/v1/models"
+RESPONSES_PATH = "/v1/responses"
 
 ANTHROPIC_HEADER = b"anthropic-version"
 """Header of Anthropic's clients; routes shared by several APIs then answer in their form."""
@@ -151,6 +152,17 @@ def envelope_for(scope: Scope, error: VlmServeError) -> dict[str, Any]:
     if is_anthropic(scope):
         return messages_envelope(error, request_id_of(scope))
     return envelope(error)
+
+
+def error_event(scope: Scope, error: VlmServeError) -> dict[str, Any]:
+    """Return the event that reports an error of a request in a stream of its route's API.
+
+    If it has a `type`, that is its name, too.
+    """
+    if scope.get("path") != RESPONSES_PATH:
+        return envelope_for(scope, error)
+    about = {"code": error.code, "message": error.message, "param": error.param}
+    return {"type": "error", **about, "sequence_number": 0}
 
 
 def error_for(scope: Scope, error: VlmServeError) -> JSONResponse:

@@ -1,4 +1,8 @@
-"""Server-sent events, and detecting disconnected clients."""
+"""Server-sent events, and detecting disconnected clients.
+
+A stream's status waits for its first event, so that earlier errors have one of their own. Clients
+and proxies give up on a silent server, so it waits only so long (`Silence`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -20,6 +25,29 @@ Chunks = AsyncGenerator[dict[str, Any], None]
 """Bodies of a stream's events."""
 
 Events = AsyncGenerator[bytes, None]
+
+
+PING = "vlm_serve.ping"
+"""Key of messages `http.response.body` whose bytes are no part of the answer."""
+
+
+@dataclass(slots=True)
+class Silence:
+    """What breaks the silence of a stream, while its request waits or its prompt is computed.
+
+    Attributes:
+        seconds: the longest silence; 0: any.
+        named: the stream's events have names, and one of them is a `ping`; others get a comment.
+        begun: the response has begun before its first event, so an error can be only an event.
+    """
+
+    seconds: float = 0.0
+    named: bool = False
+    begun: bool = False
+
+    @property
+    def ping(self) -> bytes:
+        return event({"type": "ping"}, "ping") if self.named else b": waiting\n\n"
 
 
 class ClientGoneError(Exception):
@@ -98,13 +126,24 @@ async def stream_response(
     chunks: Chunks,
     headers: Mapping[str, str],
     *,
+    silence: Silence,
     named: bool = False,
     extra: Extra = nothing,
 ) -> Response:
-    """Wait for the first chunk and return the stream; earlier errors get a status of their own."""
+    """Wait for the first chunk, as long as the silence may be, and return the stream.
+
+    An error until then is raised.
+    """
     events = as_events(chunks, named=named)
-    first = await until_disconnected(request, anext(events))
-    return EventStream(first, events, headers, extra)
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await until_disconnected(request, asyncio.wait({first}, timeout=silence.seconds or None))
+    except BaseException:
+        await cancelled(first)
+        raise
+    silence.begun = not first.done()
+    begin = first if silence.begun else first.result()
+    return EventStream(begin, events, headers, extra, silence)
 
 
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -127,13 +166,20 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, rest: Events, headers: Mapping[str, str], extra: Extra = nothing
+        self,
+        first: bytes | asyncio.Future[bytes],
+        rest: Events,
+        headers: Mapping[str, str],
+        extra: Extra = nothing,
+        silence: Silence | None = None,
     ) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._extra = extra
+        self._silence = silence or Silence()
+        self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -144,8 +190,29 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        part = {"type": "http.response.body", "more_body": True}
-        await send({**part, **self._extra(), "body": self._first})
-        async for chunk in self._rest:
-            await send({**part, **self._extra(), "body": chunk})
+        pinging = asyncio.ensure_future(self._ping(send)) if self._silence.seconds else None
+        try:
+            first = self._first
+            await self._pass_on(first if isinstance(first, bytes) else await first, send)
+            async for chunk in self._rest:
+                await self._pass_on(chunk, send)
+        finally:
+            if pinging is not None:
+                await cancelled(pinging)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pass_on(self, chunk: bytes, send: Send) -> None:
+        self._sent += 1
+        part = {"type": "http.response.body", "more_body": True}
+        await send({**part, **self._extra(), "body": chunk})
+
+    async def _ping(self, send: Send) -> None:
+        """Break every silence; events are sent whole, so this stands between them."""
+        silence = self._silence
+        ping = {"type": "http.response.body", "more_body": True, PING: True, "body": silence.ping}
+        before = 0 if silence.begun else -1
+        while True:
+            if self._sent == before:
+                await send(ping)
+            before = self._sent
+            await asyncio.sleep(silence.seconds)

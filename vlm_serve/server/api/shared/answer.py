@@ -27,9 +27,15 @@ from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.failover.attempt import ATTEMPT, Attempt
 from vlm_serve.server.failover.covering import Coverage, CoveredResponse
 from vlm_serve.server.http.auth import share_of
-from vlm_serve.server.http.errors import envelope, public_error
+from vlm_serve.server.http.errors import MESSAGES_PATH, envelope, error_event, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.streaming import Chunks, nothing, stream_response, until_disconnected
+from vlm_serve.server.http.streaming import (
+    Chunks,
+    Silence,
+    nothing,
+    stream_response,
+    until_disconnected,
+)
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Preparation, Service
 
@@ -166,9 +172,14 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
     """
     coverage = None if spec.tasks[0].attempt is None else Coverage()
     if spec.stream:
-        events = _events(service, spec, coverage)
+        pings = request.scope["path"] == MESSAGES_PATH
+        silence = Silence(service.config.stream_silence, named=pings)
+        refused = partial(error_event, request.scope)
+        events = _events(service, spec, coverage, silence, refused)
         extra = nothing if coverage is None else coverage.take
-        return await stream_response(request, events, spec.headers, named=spec.named, extra=extra)
+        return await stream_response(
+            request, events, spec.headers, silence=silence, named=spec.named, extra=extra
+        )
     answer = await until_disconnected(request, _complete(service, spec, coverage))
     headers = dict(spec.headers)
     if coverage is None:
@@ -204,32 +215,41 @@ async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage | N
         return await service.workers.prepare(build) if long else build()
 
 
-async def _events(service: Service, spec: ResponseSpec, coverage: Coverage | None) -> Chunks:
+async def _events(
+    service: Service,
+    spec: ResponseSpec,
+    coverage: Coverage | None,
+    silence: Silence,
+    refused: Callable[[VlmServeError], Event],
+) -> Chunks:
     """Yield the events of a streamed response.
 
-    An error before the first event is raised. A later one becomes an event itself, since the status
-    has been sent already.
+    An error before the status has been sent is raised. A later one becomes an event itself.
+
+    Args:
+        silence: says whether the status has been sent before the first event.
+        refused: returns the event of an error before that one.
     """
-    async with _submitted(service, spec) as generations:
-        answer = spec.stream_of(generations)
-        sent = False
-        try:
+    begun: AnswerStream | None = None
+    try:
+        async with _submitted(service, spec) as generations:
+            answer = spec.stream_of(generations)
             async with aclosing(_merged(generations, coverage)) as deltas:
                 async for prompt, delta in deltas:
-                    events = [] if sent else answer.start()
+                    events = answer.start() if begun is None else []
                     events += answer.push(prompt, delta)
                     for event in events:
-                        sent = True
+                        begun = answer
                         yield event
-        except Exception as error:
-            if not sent:
-                raise
-            if coverage is not None:
-                coverage.fail()
-            for event in answer.failed(public_error(error, spec.tasks[0].request_id)):
+            for event in answer.end():
                 yield event
-            return
-        for event in answer.end():
+    except Exception as error:
+        if begun is None and not silence.begun:
+            raise
+        if coverage is not None:
+            coverage.fail()
+        problem = public_error(error, spec.tasks[0].request_id)
+        for event in [refused(problem)] if begun is None else begun.failed(problem):
             yield event
 
 
