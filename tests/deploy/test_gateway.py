@@ -191,7 +191,7 @@ def test_a_replica_that_is_lost_in_silence_is_replaced(path: str) -> None:
     async def work() -> None:
         ping = body(b": waiting\n\n") | {PING: True}
         lost = ReplicaLostError("r1")
-        pool = ScriptedPool([START, ping, ping, lost], WHOLE[1:])
+        pool = ScriptedPool([START, ping, ping, lost], [*WHOLE[1:]])
         answer = await post(gateway_of(pool), path)
         assert answer.text == ": waiting\n\n" * 2 + "data: 1\n\ndata: [DONE]\n\n"
         attempt = pool.calls[1].attempt

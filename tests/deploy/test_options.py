@@ -46,7 +46,10 @@ def test_what_one_process_keeps_needs_one_replica(tmp_path: Path) -> None:
         check(DeployConfig(replicas=2), stored, EngineConfig())
     with pytest.raises(ConfigError, match="response_store needs one replica"):
         check(DeployConfig(replicas=1, max_replicas=2), stored, EngineConfig())
-    check(DeployConfig(replicas=1), stored, EngineConfig())
+    assert check(DeployConfig(replicas=1), stored, EngineConfig()) == stored
+    several = check(DeployConfig(replicas=2), ServerConfig(), EngineConfig())
+    assert several.response_store_bytes == 0 < ServerConfig().response_store_bytes
+    check(DeployConfig(replicas=2), ServerConfig(response_store=0), EngineConfig())
     files = ServerConfig(batch_store="1MiB")
     with pytest.raises(ConfigError, match="batch_store needs one replica"):
         check(DeployConfig(replicas=2), files, EngineConfig())

@@ -54,7 +54,7 @@ def deploy(
     Raises ConfigError or EngineError if it cannot start.
     """
     begin_process(config)
-    check(options, config, engine_config)
+    config = check(options, config, engine_config)
     read_tenant_keys(config.tenant_keys)  # fails early, as a taken port does
     if find_spec("ray") is None:
         raise ConfigError(

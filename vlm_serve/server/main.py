@@ -147,9 +147,8 @@ def startup_rows(
     form = form_of(parser, parts.preprocessor.template_traits.tool_form)
     yield "tool calls", parser if parser == "none" else form
     yield "reasoning", reasoning_form(config.reasoning_parser, parts.preprocessor.template_traits)
-    if config.response_store is not None:
-        assert isinstance(config.response_store, int)
-        kept = f"{format_size(config.response_store)} per API key"
+    if config.response_store_bytes:
+        kept = f"{format_size(config.response_store_bytes)} per API key"
         yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"
     if config.batch_store is not None:
         assert isinstance(config.batch_store, int)

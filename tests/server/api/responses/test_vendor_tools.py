@@ -168,10 +168,3 @@ def test_items_of_stored_responses_are_found_by_id(tokenizer: Tokenizer) -> None
             missing = server.post("/v1/responses", body)
             assert missing.status_code == 404
             assert missing.json()["error"]["param"] == "input[1]"
-
-
-def test_references_without_a_store(fake: RunningServer) -> None:
-    turns = [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "msg_1"}]
-    answer = fake.post("/v1/responses", {"input": turns})
-    assert answer.status_code == 400
-    assert "needs a server that runs with --response-store" in answer.json()["error"]["message"]

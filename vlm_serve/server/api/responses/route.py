@@ -266,6 +266,7 @@ class ResponseStream(BlockStream):
 
     def end(self) -> list[Event]:
         body = self.result()
+        self.keep()
         return [self._event(f"response.{body.status}", response=body.model_dump())]
 
     def failed(self, error: VlmServeError) -> list[Event]:
@@ -289,8 +290,11 @@ class ResponseStream(BlockStream):
         }
         if self._request.cache_report:
             body.cache_report = cache_report_body(generation.cache_report)
-        self._turn.store(body.model_dump())
+        self._whole = body.model_dump()
         return body
+
+    def keep(self) -> None:
+        self._turn.store(self._whole)
 
     def _body(self, status: Status) -> ResponseBody:
         request, params = self._request, self._chat.task.params

@@ -74,6 +74,10 @@ class AnswerStream(ABC):
     def result(self) -> BaseModel:
         """Return the complete response body, after the last delta."""
 
+    def keep(self) -> None:
+        """Store what later requests may name, on the event loop, after `result`."""
+        return
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseSpec:
@@ -212,7 +216,9 @@ async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage | N
                     deferred.append((prompt, delta))
                 else:
                     answer.push(prompt, delta)
-        return await service.workers.prepare(build) if long else build()
+        body = await service.workers.prepare(build) if long else build()
+        answer.keep()
+        return body
 
 
 async def _events(
