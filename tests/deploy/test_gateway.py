@@ -189,7 +189,7 @@ def test_a_replica_that_is_lost_in_silence_is_replaced(path: str) -> None:
     says of the request instead of an answer is an event in the API's form."""
 
     async def work() -> None:
-        ping = body(b": waiting\n\n") | {PING: True}
+        ping: Message = {**body(b": waiting\n\n"), PING: True}
         lost = ReplicaLostError("r1")
         pool = ScriptedPool([START, ping, ping, lost], [*WHOLE[1:]])
         answer = await post(gateway_of(pool), path)

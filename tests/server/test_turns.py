@@ -140,6 +140,24 @@ def test_a_next_turn_begins_with_the_whole_answer_of_any_form(
             messages.append({"role": "user", "content": "And then?"})
 
 
+def test_kept_thoughts_are_reused_as_claude_code_asks(server: RunningServer) -> None:
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    body: dict[str, Any] = {"max_tokens": 90, "temperature": 0, "context_management": keep}
+    body |= {"thinking": {"type": "adaptive"}, "system": "Be brief. " * 200}
+    messages: list[Any] = []
+    before = 0
+    for question in QUESTIONS[:3]:
+        messages.append({"role": "user", "content": question})
+        made = ok(server.post("/v1/messages", body | {"messages": messages}))
+        use, content = made["usage"], made["content"]
+        cached = use["cache_read_input_tokens"]
+        if server.engine.config.prefix_cache_answer_ends == "auto":
+            assert cached >= 0.98 * before
+        before = use["input_tokens"] + cached + use["output_tokens"]
+        assert content[0]["type"] == "thinking" and content[0]["signature"]
+        messages.append({"role": "assistant", "content": content})
+
+
 def test_choices_and_seeds_over_a_picture_are_those_of_a_cold_run(server: RunningServer) -> None:
     content = [
         {"type": "image_url", "image_url": {"url": URL}},

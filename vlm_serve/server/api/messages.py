@@ -95,6 +95,7 @@ class MessagesPrompt(AnswerRequest):
     tool_choice: Table[Any] | None = None
     thinking: Table[Any] | None = None
     chat_template_kwargs: Table[Any] | None = None
+    context_management: Table[Any] | None = None
     output_config: OutputConfig | None = None
 
     def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
@@ -106,7 +107,8 @@ class MessagesPrompt(AnswerRequest):
         output, thinking = self.output_config or OutputConfig(), None
         if self.thinking is not None:
             thinking = self.thinking.get("type") != "disabled"
-        conversation.default_kwargs(enable_thinking=thinking)
+        kept = self._keeps_thoughts(conversation, traits)
+        conversation.default_kwargs(enable_thinking=thinking, preserve_thinking=kept)
         conversation = set_variables(
             conversation,
             traits,
@@ -125,6 +127,20 @@ class MessagesPrompt(AnswerRequest):
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
 
+    def _keeps_thoughts(self, conversation: Conversation, traits: TemplateTraits) -> bool | None:
+        """Return True if all thoughts of the history shall stay; None: the template decides.
+
+        Nothing else is done to a context, so it is named.
+        """
+        if self.context_management is None:
+            return None
+        edits = self.context_management.get("edits")
+        kept = [_is_to_keep(edit) for edit in edits] if isinstance(edits, list) else []
+        known = "preserve_thinking" in traits.variables and any(kept)
+        if not known or not all(kept):
+            conversation.ignored.append("context_management")
+        return known or None
+
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
         kind = choice.get("type")
@@ -136,6 +152,13 @@ class MessagesPrompt(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
+
+
+def _is_to_keep(edit: Any) -> bool:
+    if not isinstance(edit, dict) or not str(edit.get("type")).startswith("clear_thinking_"):
+        return False
+    keep = edit.get("keep")
+    return bool(keep == "all" or (isinstance(keep, dict) and keep.get("type") == "all"))
 
 
 def _form_of(form: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -216,7 +239,11 @@ class MessageStream(BlockStream):
         return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
 
     def closed(self, block: OutputBlock) -> list[Event]:
-        return [{"type": "content_block_stop", "index": block.index}]
+        stop = {"type": "content_block_stop", "index": block.index}
+        if block.kind != "reasoning":
+            return [stop]
+        delta = {"type": "signature_delta", "signature": block.token}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}, stop]
 
     def end(self) -> list[Event]:
         body = self.result()
@@ -266,7 +293,9 @@ def _content(block: OutputBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        # Clients keep a thought only with a signature. Here any text is one, and none is checked.
+        signature = block.token if block.text else ""
+        return {"type": "thinking", "thinking": block.text, "signature": signature}
     # The token limit may have cut the call. Keep its complete part, as clients do with a stream.
     arguments = from_json(block.text or "{}", allow_partial=True)
     return {
