@@ -30,7 +30,6 @@ from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     AnswerRequest,
     CacheReportBody,
-    ExactModel,
     Items,
     Optional,
     RequestModel,
@@ -61,7 +60,6 @@ from vlm_serve.structured_outputs import StructuredOutputs
 MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "output_format": (),
 }
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -81,7 +79,7 @@ class MessagesTool(RequestModel):
     input_schema: Table[Any] | None = None
 
 
-class OutputConfig(ExactModel):
+class OutputConfig(RequestModel):
     effort: Effort | None = None
     format: Table[Any] | None = None
 
@@ -97,6 +95,7 @@ class MessagesPrompt(AnswerRequest):
     chat_template_kwargs: Table[Any] | None = None
     context_management: Table[Any] | None = None
     output_config: OutputConfig | None = None
+    output_format: Table[Any] | None = None
 
     def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
@@ -116,12 +115,15 @@ class MessagesPrompt(AnswerRequest):
             effort_name="output_config.effort",
             switched=False,
         )
+        conversation.ignored += [f"output_config.{name}" for name in output.model_extra or ()]
+        form = _form_of(output.format, "output_config.format")
+        form = form or _form_of(self.output_format, "output_format")
         with renamed_params(_NAMES):
             budget = (self.thinking or {}).get("budget_tokens")
             params = sampling_of(
                 "messages",
                 self,
-                structured_outputs=_form_of(output.format),
+                structured_outputs=form,
                 thinking_token_budget=budget,
             )
         choice = self._tool_choice(list(conversation.functions))
@@ -161,12 +163,12 @@ def _is_to_keep(edit: Any) -> bool:
     return bool(keep == "all" or (isinstance(keep, dict) and keep.get("type") == "all"))
 
 
-def _form_of(form: dict[str, Any] | None) -> StructuredOutputs | None:
+def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | None:
     if form is None:
         return None
     if form.get("type") != "json_schema":
-        raise FieldError("output_config.format.type", "must be json_schema")
-    return json_schema_form(form, "output_config.format")
+        raise FieldError(f"{place}.type", "must be json_schema")
+    return json_schema_form(form, place)
 
 
 @with_sampling("messages")

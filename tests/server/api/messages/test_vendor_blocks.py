@@ -209,3 +209,18 @@ def test_a_limit_beyond_the_context_ends_there(server: RunningServer) -> None:
     room = server.engine.max_model_len - 1
     message = refused.json()["error"]["message"]
     assert re.fullmatch(rf"prompt is too long: \d+ tokens > {room} maximum", message)
+
+
+def test_unknown_members_of_output_config_are_named(fake: RunningServer) -> None:
+    config = {"effort": "none", "task_budget": {"type": "tokens", "total": 20000}, "new": 1}
+    _, named = asked(fake, output_config=config)
+    assert named == "output_config.task_budget, output_config.new"
+
+
+def test_the_betas_name_of_a_format_is_taken(server: RunningServer) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1]}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    body: dict[str, Any] = {"messages": HI, "max_tokens": 40, "thinking": {"type": "disabled"}}
+    body["output_format"] = {"type": "json_schema", "schema": schema}
+    answer = ok(server.post("/v1/messages", body))["content"][-1]["text"]
+    assert json.loads(answer) == {"a": 1}

@@ -208,7 +208,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> 
         ({"messages": []}, "messages"),
         ({"background": True}, "background"),
         ({"truncation": "some"}, "truncation"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["everything"]}, "include"),
         ({"include": [[]]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),

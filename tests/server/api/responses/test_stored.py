@@ -367,11 +367,21 @@ def test_nobody_sees_anothers(tokenizer: Tokenizer, tmp_path: Path) -> None:
             assert client.responses.retrieve(of_alice, extra_query=salt).id == of_alice
 
 
-def test_a_stored_response_is_no_stream(server: RunningServer, client: openai.OpenAI) -> None:
-    made = ask(client).id
-    answer = server.client.get(f"/v1/responses/{made}", params={"stream": "true"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "stream"
+def test_a_stored_response_is_told_as_a_stream(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    made = client.responses.create(model="test-model", input="hi")
+    with client.responses.retrieve(made.id, stream=True) as stream:
+        events: list[Any] = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    assert events[-1].response.output == made.output
+    told = "".join(event.delta for event in events if event.type.endswith("text.delta"))
+    assert told == made.output_text
+    with client.responses.retrieve(made.id, stream=True, starting_after=1) as stream:
+        assert list(stream) == events[2:]
+    for query in ("stream=5", "stream=true&starting_after=x"):
+        assert server.client.get(f"/v1/responses/{made.id}?{query}").status_code in (400, 401)
 
 
 def test_the_cache_knows_what_is_continued(checkpoint: Path) -> None:
