@@ -14,7 +14,6 @@ from vlm_serve.preprocess.text.template import TemplateTraits
     ("path", "field", "value", "instead"),
     [
         ("/v1/chat/completions", "guided_json", {}, "structured_outputs"),
-        ("/v1/chat/completions", "functions", [{"name": "x"}], "tools"),
         ("/v1/responses", "max_tokens", 5, "max_output_tokens"),
         ("/v1/responses", "max_completion_tokens", 5, "max_output_tokens"),
         ("/v1/messages", "max_completion_tokens", 5, "max_tokens"),

@@ -23,11 +23,13 @@ from vlm_serve.server.api.shared.fields import (
     check_stream,
 )
 from vlm_serve.server.api.shared.sampling import (
+    ToolChoice,
     sampling_of,
     structured_outputs_of,
     tool_choice_of,
     with_sampling,
 )
+from vlm_serve.server.http.errors import renamed_params
 
 
 class ChatMessage(RequestModel):
@@ -47,8 +49,9 @@ class FunctionDefinition(RequestModel):
 
 
 class Tool(RequestModel):
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
+    type: Literal["function", "custom"] = "function"
+    function: FunctionDefinition | None = None
+    custom: Table[Any] | None = None
 
 
 class TemplateFields(RequestModel):
@@ -87,9 +90,22 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     top_logprobs: Whole | None = None
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: Items[FunctionDefinition] | None = Field(None, max_length=MAX_TOOLS)
+    function_call: str | Table[Any] | None = None
     reasoning_effort: str | None = None
     verbosity: Verbosity | None = None
     prediction: Prediction | None = None
+
+    @property
+    def old_functions(self) -> bool:
+        """The functions have the older form, in which an answer has at most one call."""
+        return bool(self.functions) and self.tools is None
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the tools that take one text instead of arguments."""
+        given = (tool.custom for tool in self.tools or () if tool.type == "custom")
+        return frozenset(str(custom.get("name")) for custom in given if custom)
 
     def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
@@ -111,12 +127,19 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
                 structured_outputs=form,
                 prediction="" if self.prediction is None else self.prediction.text,
             ),
-            tool_choice_of(
-                self.tool_choice, list(conversation.functions), self.parallel_tool_calls
-            ),
+            self._tool_choice(list(conversation.functions)),
             self.form_field,
             {"logprobs": "top_logprobs"},
         )
+
+    def _tool_choice(self, names: list[str]) -> ToolChoice:
+        if not self.old_functions:
+            return tool_choice_of(self.tool_choice, names, self.parallel_tool_calls)
+        choice = self.function_call
+        if isinstance(choice, dict):
+            choice = choice | {"type": "function"}
+        with renamed_params({"tool_choice": "function_call"}):
+            return tool_choice_of(choice, names, parallel=False)
 
     def _top_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None: no logprobs."""
