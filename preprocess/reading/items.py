@@ -42,11 +42,6 @@ _ABOUT = frozenset(
 """Fields of a call that are no arguments."""
 
 
-_OF_FUNCTIONS = frozenset(
-    ["function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"]
-)
-
-
 def read_response(body: Mapping[str, Any], conversation: Conversation) -> None:
     """Read a Responses body's instructions, items and tools.
 
@@ -129,10 +124,6 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: s
         answer.conversation.references.append(where)
     elif isinstance(kind, str) and kind in _DROPPED:
         answer.conversation.ignored.append(where)
-    elif isinstance(kind, str) and kind.endswith("_call") and kind not in _OF_FUNCTIONS:
-        _read_run(answer, item, where, answered)
-    elif isinstance(kind, str) and kind.endswith("_output") and kind not in _OF_FUNCTIONS:
-        _read_outcome(answer, item, where)
     elif kind == "custom_tool_call":
         # The token limit has cut a call that is incomplete.
         if item.get("status") == "incomplete" and item.get("call_id") not in answered:
@@ -155,6 +146,10 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: s
         content = _content(item, "output", where, answer.conversation)
         call_id = text_of(item, "call_id", where)
         answer.conversation.add_result(call_id, content, f"{where}.call_id")
+    elif isinstance(kind, str) and kind.endswith("_call"):
+        _read_run(answer, item, where, answered)
+    elif isinstance(kind, str) and kind.endswith("_output"):
+        _read_outcome(answer, item, where)
     elif kind != "message":
         raise unsupported(f"{where}.type", kind)
     elif item.get("role") == "assistant":

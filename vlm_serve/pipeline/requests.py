@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +19,7 @@ from vlm_serve.options.declared import did_you_mean
 from vlm_serve.pipeline.output import Collector, Output, TextForm, split_delta
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.pieces import ReasoningParser, before_grammar, thought_behind
+from vlm_serve.server.answers.pieces import ReasoningParser, thought_behind
 
 FormOf = Callable[[Prompt], TextForm]
 """Returns how the answer to a prompt is split."""
@@ -115,9 +114,8 @@ class Requests:
     ) -> str:
         engine, grammar = self._engine, None
         if params.structured_outputs is not None:
-            text = partial(engine.text_of, prompt)
-            space = engine.preprocessor.template_traits.thinking.separator
-            after = before_grammar(form.thought, self._reasoning, space, text)
+            splits = self._reasoning != "none"
+            after = engine.before_grammar(prompt, form.thought, splits=splits)
             grammar = engine.grammars.compile(params.structured_outputs, after, prompt.keys.root)
         return engine.submit(
             prompt,

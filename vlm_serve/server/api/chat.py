@@ -77,24 +77,13 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class CustomText(BaseModel):
-    name: str
-    input: str
-
-
-class CustomCall(BaseModel):
-    id: str
-    type: Literal["custom"] = "custom"
-    custom: CustomText
-
-
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: str | None = None
     reasoning: Optional[str] = None
     reasoning_content: Optional[str] = None
-    tool_calls: Optional[list[ToolCall | CustomCall]] = None
+    tool_calls: Optional[list[ToolCall | dict[str, Any]]] = None
     function_call: Optional[FunctionCall] = None
 
 
@@ -243,7 +232,11 @@ class ChatChoiceState:
         assert self._finish_reason, "the choice has not ended"
         reasoning = "".join(self._reasoning) or None
         content = "".join(self._content)
-        calls = [self._whole(at, call) for at, call in enumerate(self._calls)]
+        calls: list[Any] = list(self._calls)
+        for at in self._inputs:
+            given = calls[at].function
+            custom = {"name": given.name, "input": input_of(given.arguments)}
+            calls[at] = {"id": calls[at].id, "type": "custom", "custom": custom}
         return ChatChoice(
             index=self._index,
             message=AssistantMessage(
@@ -259,12 +252,6 @@ class ChatChoiceState:
             token_ids=self._token_ids if self._keep_token_ids else None,
             **self._experts,
         )
-
-    def _whole(self, index: int, call: ToolCall) -> ToolCall | CustomCall:
-        if index not in self._inputs:
-            return call
-        text = input_of(call.function.arguments)
-        return CustomCall(id=call.id, custom=CustomText(name=call.function.name, input=text))
 
 
 class ChatStream(ChunkStream):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from vlm_serve.errors import FieldError, VlmServeError
+from vlm_serve.errors import FieldError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.text.template import TemplateTraits
@@ -52,7 +52,7 @@ from vlm_serve.server.api.shared.unknown_fields import (
     unimplemented_in,
 )
 from vlm_serve.server.http.auth import salt_of
-from vlm_serve.server.http.errors import messages_envelope, renamed_params
+from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 from vlm_serve.structured_outputs import StructuredOutputs
@@ -137,9 +137,13 @@ class MessagesPrompt(AnswerRequest):
         if self.context_management is None:
             return None
         edits = self.context_management.get("edits")
-        kept = [_is_to_keep(edit) for edit in edits] if isinstance(edits, list) else []
-        known = "preserve_thinking" in traits.variables and any(kept)
-        if not known or not all(kept):
+        named = (
+            [edit for edit in edits if isinstance(edit, dict)] if isinstance(edits, list) else []
+        )
+        thoughts = [edit for edit in named if str(edit.get("type")).startswith("clear_thinking_")]
+        keeps = [edit.get("keep") in ("all", {"type": "all"}) for edit in thoughts]
+        known = "preserve_thinking" in traits.variables and any(keeps)
+        if not known or edits != [edit for edit, kept in zip(thoughts, keeps, strict=True) if kept]:
             conversation.ignored.append("context_management")
         return known or None
 
@@ -154,13 +158,6 @@ class MessagesPrompt(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
-
-
-def _is_to_keep(edit: Any) -> bool:
-    if not isinstance(edit, dict) or not str(edit.get("type")).startswith("clear_thinking_"):
-        return False
-    keep = edit.get("keep")
-    return bool(keep == "all" or (isinstance(keep, dict) and keep.get("type") == "all"))
 
 
 def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | None:
@@ -254,9 +251,6 @@ class MessageStream(BlockStream):
         if body.cache_report is not None:
             last["cache_report"] = body.cache_report.model_dump()
         return [last, {"type": "message_stop"}]
-
-    def failed(self, error: VlmServeError) -> list[Event]:
-        return [messages_envelope(error, self._chat.task.request_id)]
 
     def result(self) -> MessageBody:
         body = self._body([_content(block) for block in self.blocks])

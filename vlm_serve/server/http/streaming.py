@@ -1,7 +1,7 @@
 """Server-sent events, and detecting disconnected clients.
 
 A stream's status waits for its first event, so that earlier errors have one of their own. Clients
-and proxies give up on a silent server, so it waits only so long (`Silence`).
+and proxies give up on a silent server, so it waits only so long.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from vlm_serve.server.http.errors import is_anthropic
 
 _T = TypeVar("_T")
 
@@ -29,25 +30,6 @@ Events = AsyncGenerator[bytes, None]
 
 PING = "vlm_serve.ping"
 """Key of messages `http.response.body` whose bytes are no part of the answer."""
-
-
-@dataclass(slots=True)
-class Silence:
-    """What breaks the silence of a stream, while its request waits or its prompt is computed.
-
-    Attributes:
-        seconds: the longest silence; 0: any.
-        named: the stream's events have names, and one of them is a `ping`; others get a comment.
-        begun: the response has begun before its first event, so an error can be only an event.
-    """
-
-    seconds: float = 0.0
-    named: bool = False
-    begun: bool = False
-
-    @property
-    def ping(self) -> bytes:
-        return event({"type": "ping"}, "ping") if self.named else b": waiting\n\n"
 
 
 class ClientGoneError(Exception):
@@ -116,34 +98,33 @@ Extra = Callable[[], Mapping[str, Any]]
 """Returns further fields for the ASGI message of the latest chunk."""
 
 
-def nothing() -> Mapping[str, Any]:
-    """Return no fields."""
-    return {}
-
-
 async def stream_response(
     request: Request,
     chunks: Chunks,
     headers: Mapping[str, str],
+    begun: asyncio.Event,
+    silence: float,
     *,
-    silence: Silence,
     named: bool = False,
-    extra: Extra = nothing,
+    extra: Extra = dict,
 ) -> Response:
-    """Wait for the first chunk, as long as the silence may be, and return the stream.
+    """Wait for the first chunk and return the stream; earlier errors get a status of their own.
 
-    An error until then is raised.
+    Args:
+        begun: set where the stream begins before its first chunk, so that errors are events.
+        silence: the longest time without an event or a comment, in seconds; 0: any.
     """
     events = as_events(chunks, named=named)
     first = asyncio.ensure_future(anext(events))
     try:
-        await until_disconnected(request, asyncio.wait({first}, timeout=silence.seconds or None))
+        await until_disconnected(request, asyncio.wait({first}, timeout=silence or None))
     except BaseException:
         await cancelled(first)
         raise
-    silence.begun = not first.done()
-    begin = first if silence.begun else first.result()
-    return EventStream(begin, events, headers, extra, silence)
+    if first.done():
+        return EventStream(first.result(), events, headers, extra, silence)
+    begun.set()
+    return EventStream(first, events, headers, extra, silence)
 
 
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -170,27 +151,27 @@ class EventStream(Response):
         first: bytes | asyncio.Future[bytes],
         rest: Events,
         headers: Mapping[str, str],
-        extra: Extra = nothing,
-        silence: Silence | None = None,
+        extra: Extra = dict,
+        silence: float = 0.0,
     ) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._extra = extra
-        self._silence = silence or Silence()
+        self._silence = silence
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await sent_until_disconnected(self._send(send), receive)
+            await sent_until_disconnected(self._send(scope, send), receive)
         finally:
             await self._rest.aclose()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        pinging = asyncio.ensure_future(self._ping(send)) if self._silence.seconds else None
+        pinging = asyncio.ensure_future(self._ping(scope, send)) if self._silence else None
         try:
             first = self._first
             await self._pass_on(first if isinstance(first, bytes) else await first, send)
@@ -206,13 +187,13 @@ class EventStream(Response):
         part = {"type": "http.response.body", "more_body": True}
         await send({**part, **self._extra(), "body": chunk})
 
-    async def _ping(self, send: Send) -> None:
+    async def _ping(self, scope: Scope, send: Send) -> None:
         """Break every silence; events are sent whole, so this stands between them."""
-        silence = self._silence
-        ping = {"type": "http.response.body", "more_body": True, PING: True, "body": silence.ping}
-        before = 0 if silence.begun else -1
+        ping = event({"type": "ping"}, "ping") if is_anthropic(scope) else b": waiting\n\n"
+        part = {"type": "http.response.body", "more_body": True, PING: True, "body": ping}
+        before = -1 if isinstance(self._first, bytes) else 0
         while True:
             if self._sent == before:
-                await send(ping)
+                await send(part)
             before = self._sent
-            await asyncio.sleep(silence.seconds)
+            await asyncio.sleep(self._silence)

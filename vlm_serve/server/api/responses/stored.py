@@ -53,10 +53,10 @@ def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     begun = answer | {"status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     for index, item in enumerate(answer["output"]):
-        at, parts = {"output_index": index}, item.get("content", ())
+        at = {"output_index": index}
         empty = item | {"status": "in_progress"} | ({"content": []} if "content" in item else {})
         yield {"type": "response.output_item.added", **at, "item": empty}
-        for number, part in enumerate(parts):
+        for number, part in enumerate(item.get("content", ())):
             place = {"item_id": item["id"], **at, "content_index": number}
             yield {"type": "response.content_part.added", **place, "part": part | {"text": ""}}
             delta = {"delta": part["text"], "logprobs": []}

@@ -27,15 +27,9 @@ from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.failover.attempt import ATTEMPT, Attempt
 from vlm_serve.server.failover.covering import Coverage, CoveredResponse
 from vlm_serve.server.http.auth import share_of
-from vlm_serve.server.http.errors import MESSAGES_PATH, envelope, error_event, public_error
+from vlm_serve.server.http.errors import error_event, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.streaming import (
-    Chunks,
-    Silence,
-    nothing,
-    stream_response,
-    until_disconnected,
-)
+from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Preparation, Service
 
@@ -67,8 +61,8 @@ class AnswerStream(ABC):
         return []
 
     def failed(self, error: VlmServeError) -> list[Event]:
-        """Return the final events of a stream that has begun and then failed."""
-        return [envelope(error)]
+        """Return the last events of a stream that has begun; none: the error's own event."""
+        return []
 
     @abstractmethod
     def result(self) -> BaseModel:
@@ -176,13 +170,11 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
     """
     coverage = None if spec.tasks[0].attempt is None else Coverage()
     if spec.stream:
-        pings = request.scope["path"] == MESSAGES_PATH
-        silence = Silence(service.config.stream_silence, named=pings)
-        refused = partial(error_event, request.scope)
-        events = _events(service, spec, coverage, silence, refused)
-        extra = nothing if coverage is None else coverage.take
+        begun, silence = asyncio.Event(), service.config.stream_silence
+        events = _events(service, spec, coverage, begun, partial(error_event, request.scope))
+        extra = dict if coverage is None else coverage.take
         return await stream_response(
-            request, events, spec.headers, silence=silence, named=spec.named, extra=extra
+            request, events, spec.headers, begun, silence, named=spec.named, extra=extra
         )
     answer = await until_disconnected(request, _complete(service, spec, coverage))
     headers = dict(spec.headers)
@@ -225,7 +217,7 @@ async def _events(
     service: Service,
     spec: ResponseSpec,
     coverage: Coverage | None,
-    silence: Silence,
+    begun: asyncio.Event,
     refused: Callable[[VlmServeError], Event],
 ) -> Chunks:
     """Yield the events of a streamed response.
@@ -233,29 +225,29 @@ async def _events(
     An error before the status has been sent is raised. A later one becomes an event itself.
 
     Args:
-        silence: says whether the status has been sent before the first event.
-        refused: returns the event of an error before that one.
+        begun: set if the status has been sent before the first event.
+        refused: returns the event of an error.
     """
-    begun: AnswerStream | None = None
+    sent: AnswerStream | None = None
     try:
         async with _submitted(service, spec) as generations:
             answer = spec.stream_of(generations)
             async with aclosing(_merged(generations, coverage)) as deltas:
                 async for prompt, delta in deltas:
-                    events = answer.start() if begun is None else []
+                    events = answer.start() if sent is None else []
                     events += answer.push(prompt, delta)
                     for event in events:
-                        begun = answer
+                        sent = answer
                         yield event
             for event in answer.end():
                 yield event
     except Exception as error:
-        if begun is None and not silence.begun:
+        if sent is None and not begun.is_set():
             raise
         if coverage is not None:
             coverage.fail()
         problem = public_error(error, spec.tasks[0].request_id)
-        for event in [refused(problem)] if begun is None else begun.failed(problem):
+        for event in (sent and sent.failed(problem)) or [refused(problem)]:
             yield event
 
 
