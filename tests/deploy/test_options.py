@@ -93,6 +93,11 @@ def test_keys_are_asked_for_before_anything_starts() -> None:
     assert said.count("\n") == 1 and "--without-keys" in said
 
 
+def test_an_adapter_with_the_models_name_is_told_before_anything_starts() -> None:
+    status, said = run("--port", "0", "--lora-modules", "demo=/x")
+    assert status == 2 and "lora_modules: 'demo' is a name of the model" in said
+
+
 def test_no_ray_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ray'] = None\n")
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

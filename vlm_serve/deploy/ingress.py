@@ -65,6 +65,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     setup = ReplicaSetup(
         model, engine, server, server.served_model_name or (model,), int(time.time())
     )
+    named_adapters(engine, setup.names)
     gateways: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="front",  # as KubeRay users know it

@@ -56,6 +56,7 @@ def deploy(
     begin_process(config)
     config = check(options, config, engine_config)
     read_tenant_keys(config.tenant_keys)  # fails early, as a taken port does
+    named_adapters(engine_config, config.served_model_name or (model,))
     if find_spec("ray") is None:
         raise ConfigError(
             "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"

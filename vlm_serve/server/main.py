@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.features.adapters.options import named_adapters
 from vlm_serve.engine.start.build import device_of
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import ConfigError
@@ -64,6 +65,8 @@ def serve(
     Raises:
         ConfigError, CheckpointError: the server cannot start; nothing listens.
     """
+    names = config.served_model_name or (model,)
+    named_adapters(engine_config, names)  # fail before anything is changed
     if device_of(engine_config.device).type == "cpu":
         retain_freed_memory()  # before the first other thread, which would begin a second heap
     begin_process(config)
@@ -76,7 +79,6 @@ def serve(
     except BaseException:
         close_listener(bound)
         raise
-    names = config.served_model_name or (model,)
     if is_open_to_all(config):
         _log.warning("%s", OPEN_TO_ALL)
     for sentence in absent_folders(engine_config, config):
