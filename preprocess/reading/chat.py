@@ -15,6 +15,7 @@ from vlm_serve.preprocess.reading.values import (
     object_of,
     plain_data,
     short_repr,
+    without_halves,
 )
 
 # "developer" is OpenAI's newer name for the system role; templates know only the old one.
@@ -212,7 +213,7 @@ def read_tool_call(call: Any, where: str) -> dict[str, Any]:
                 f"{place} must have at most {MAX_ARGUMENTS_CHARACTERS} characters", param=place
             )
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = json.loads(without_halves(arguments)) if arguments.strip() else {}
         except (ValueError, RecursionError):
             arguments = None
     elif arguments is None:
