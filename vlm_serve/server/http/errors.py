@@ -26,7 +26,12 @@ _log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 1
 _BELOW_V1 = {
     *("/batches", "/chat/completions", "/completions", "/embeddings", "/files", "/messages"),
-    *("/models", "/rerank", "/responses", "/score"),
+    *("/models", "/responses"),
+}
+_NO_SUCH_MODEL = {
+    "/v1/audio": "this server neither hears nor speaks: it has no audio",
+    "/v1/images": "this server makes no pictures: it only reads them, as parts of messages",
+    "/v1/moderations": "this server has no model for moderation",
 }
 
 
@@ -199,6 +204,10 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     told = {404: "there is no such route", 405: "this route has no such method"}
     path = str(request.scope.get("path", ""))
+    if request.method == "POST" and request.path_params:  # a route that others have, no thing's id
+        error = HTTPException(404)
+    absent = (text for begin, text in _NO_SUCH_MODEL.items() if f"{path}/".startswith(f"{begin}/"))
+    told[404] += "".join(f": {text}" for text in absent)
     if error.status_code == 404 and (meant := _meant(path)) is not None:
         told[404] += f": did you mean {meant}?"
     if error.status_code == 405 and (methods := (error.headers or {}).get("Allow")):

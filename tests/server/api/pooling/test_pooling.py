@@ -131,6 +131,17 @@ def test_documents_are_sorted_by_score(reranker: Served) -> None:
     assert "document" not in few["results"][0]
 
 
+def test_rerankers_are_asked_under_the_names_of_other_servers(reranker: Served) -> None:
+    """Cohere's and Jina's clients ask for /v2/rerank and /rerank, vLLM's for /score."""
+    server, _ = reranker
+    request = {"query": "red", "documents": ["a red circle", "nothing"]}
+    expected = ok(server.post("/v1/rerank", request))["results"]
+    for path in ("/rerank", "/v2/rerank"):
+        assert ok(server.post(path, request))["results"] == expected
+    pairs = {"text_1": "red", "text_2": ["a red circle", "nothing"]}
+    assert ok(server.post("/score", pairs))["data"] == ok(server.post("/v1/score", pairs))["data"]
+
+
 def test_scores_of_pairs(reranker: Served) -> None:
     server, pipe = reranker
     body = ok(server.post("/v1/score", {"text_1": "What is red?", "text_2": ["a", "b"]}))
