@@ -174,9 +174,9 @@ def _read_run(answer: _Answer, item: Mapping[str, Any], where: str, answered: se
         return
     if item.get("status") == "incomplete" and call_id not in answered:
         return
-    given = {name: item[name] for name in item.keys() - _ABOUT if item[name] is not None}
-    objects = [given[name] for name in ("action", "operation", "arguments") if name in given]
-    arguments = objects[0] if objects and isinstance(objects[0], str | Mapping) else given
+    given = {name: item[name] for name in item if name not in _ABOUT and item[name] is not None}
+    wholes = (given.get(name) for name in ("action", "operation", "arguments"))
+    arguments = next((whole for whole in wholes if isinstance(whole, str | Mapping)), given)
     name = item.get("name") or str(item["type"]).removesuffix("_call")
     answer.add_call({"call_id": call_id}, {"name": name, "arguments": arguments}, where)
     if item.get("output") is not None or item.get("error") is not None:
@@ -186,14 +186,13 @@ def _read_run(answer: _Answer, item: Mapping[str, Any], where: str, answered: se
 def _read_outcome(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
     """Read the outcome of such a call: a text, a picture of a screen, or fields as JSON."""
     answer.end()
-    names = [name for name in ("output", "error", "tools", "status") if item.get(name) is not None]
-    given = item[names[0]] if names else ""
-    content: Any = given
-    if isinstance(given, Mapping) and given.get("type") == "computer_screenshot":
-        place = f"{where}.output"
-        content = [read_part({**given, "type": "input_image"}, place, answer.conversation)]
-    elif not isinstance(given, str):
-        content = json.dumps(plain_data(given, f"{where}.{names[0]}"), ensure_ascii=False)
+    told = (item.get(name) for name in ("output", "error", "tools", "status"))
+    content: Any = next((value for value in told if value is not None), "")
+    if isinstance(content, Mapping) and content.get("type") == "computer_screenshot":
+        picture = {**content, "type": "input_image"}
+        content = [read_part(picture, f"{where}.output", answer.conversation)]
+    elif not isinstance(content, str):
+        content = json.dumps(plain_data(content, where), ensure_ascii=False)
     named = "call_id" if item.get("call_id") else "id"
     answer.conversation.add_result(text_of(item, named, where), content, f"{where}.{named}")
 

@@ -126,12 +126,10 @@ def read_item_tools(tools: Any, conversation: Conversation) -> list[dict[str, An
 
 def read_chat_tools(body: Mapping[str, Any], conversation: Conversation) -> list[dict[str, Any]]:
     """Read the tools of a chat body, or its older `functions`, as `read_block_tools` does."""
-    tools, field = body.get("tools"), "tools"
-    if tools is None and body.get("functions"):
-        tools, field = body["functions"], "functions"
-    elif body.get("functions"):
+    field = "functions" if body.get("functions") and body.get("tools") is None else "tools"
+    if field == "tools" and body.get("functions"):
         conversation.ignored.append("functions")
-    given = [_flat(tool) for tool in (() if tools is None else list_of(tools, field))]
+    given = [_flat(tool) for tool in list_of(body.get(field) or (), field)]
     read = []
     for where, tool in _kept(given, conversation, (), field):
         if tool.get("type") == "custom":

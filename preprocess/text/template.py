@@ -336,13 +336,11 @@ class Thinking:
         prompt: what the generation prompt does to a thought, with `enable_thinking` "on", "off" and
             by "default".
         efforts: values of `reasoning_effort` that it takes, lowest first; empty if it reads none.
-        separator: white space that it writes between `</think>` and an answer's text or calls.
     """
 
     marked: bool = False
     prompt: Mapping[str, Opening] = field(default_factory=dict)
     efforts: tuple[str, ...] = ()
-    separator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +382,7 @@ class TemplateTraits:
             without the key, with empty text, or with None.
         late_systems: it renders a system message behind other messages where it stands.
         thinking: how it handles thoughts.
+        separator: white space that it writes between `</think>` and an answer's text or calls.
         tool_form: the form of tool calls: tags for every parameter, or JSON.
     """
 
@@ -392,6 +391,7 @@ class TemplateTraits:
     no_content: NoContent = "text"
     late_systems: bool = False
     thinking: Thinking = Thinking()
+    separator: str = ""
     tool_form: CallForm = "qwen3_xml"
 
     def effort_variables(self, wanted: str | None) -> dict[str, Any]:
@@ -473,7 +473,8 @@ def find_traits(
         },
         no_content=no_content,
         late_systems=_in_order(shown([first, question, answered, second, question])),
-        thinking=_find_thinking(shown, tree, variables, question, calling),
+        thinking=_find_thinking(shown, tree, variables, question),
+        separator=_separator(shown, question, calling),
         tool_form=_find_tool_form(shown([question, calling]), source),
     )
 
@@ -593,11 +594,7 @@ def effort_for(thinking: Thinking, wanted: str) -> str | None:
 
 
 def _find_thinking(
-    shown: Shown,
-    tree: jinja2.nodes.Template,
-    variables: frozenset[str],
-    question: Message,
-    calling: Message,
+    shown: Shown, tree: jinja2.nodes.Template, variables: frozenset[str], question: Message
 ) -> Thinking:
     """Probe a template for thoughts.
 
@@ -605,14 +602,13 @@ def _find_thinking(
         shown: renders messages.
         tree: the template's syntax tree.
         variables: the names that it reads.
-        question, calling: a user's message and an answer with only a call, in its form.
+        question: a user's message in its form.
     """
     prompt = {name: _opening(shown, question, given) for name, given in _SWITCHED.items()}
     return Thinking(
         marked=any(opening != "none" for opening in prompt.values()) or _knows(shown, question),
         prompt=prompt,
         efforts=_efforts(shown, tree, question) if EFFORT in variables else (),
-        separator=_separator(shown, question, calling),
     )
 
 

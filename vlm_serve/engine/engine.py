@@ -255,8 +255,8 @@ class Engine:
         opened = splits and leaves_thought_open(self.text_of(prompt))
         if thought is not None:
             opened = thought.opened
-        separator = self.preprocessor.template_traits.thinking.separator
-        return (THINK_END + separator).encode() if opened else b""
+        mark = THINK_END + self.preprocessor.template_traits.separator
+        return mark.encode() if opened else b""
 
     def text_of(self, prompt: Prompt) -> str:
         """Return the prompt's text, decoded if it came as tokens."""

@@ -109,14 +109,14 @@ CALLED = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }
 def test_what_stands_behind_a_thought_is_rendered_once(answer: str, separator: str) -> None:
     asked = "{% if m.role == 'assistant' %}" + answer + "{% else %}{{ m.content }}{% endif %}"
     template = ChatTemplate("{% for m in messages %}" + asked + "|{% endfor %}")
-    assert template.traits.thinking.separator == separator
+    assert template.traits.separator == separator
 
 
 def test_an_empty_thought_of_a_generation_prompt_shows_what_stands_behind_it() -> None:
     template = ChatTemplate(ASK + "{% if not enable_thinking %}<think></think>\n{% endif %}")
-    assert template.traits.thinking.separator == "\n"
+    assert template.traits.separator == "\n"
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen36", "qwen38"])
 def test_published_templates_write_an_empty_line_behind_thoughts(name: str) -> None:
-    assert published(name).traits.thinking.separator == "\n\n"
+    assert published(name).traits.separator == "\n\n"

@@ -23,7 +23,6 @@ from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, an
 from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.shared.chunks import ChunkStream
 from vlm_serve.server.api.shared.conversation import ConversationTask, conversation_task
-from vlm_serve.server.api.shared.custom_input import CustomInput, input_of
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
     ChatLogprobs,
@@ -34,6 +33,7 @@ from vlm_serve.server.api.shared.fields import (
     routed_experts_fields,
 )
 from vlm_serve.server.api.shared.logprobs import chat_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.shared.output_blocks import CustomInput, input_of
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.service import Service

@@ -137,13 +137,14 @@ class MessagesPrompt(AnswerRequest):
         if self.context_management is None:
             return None
         edits = self.context_management.get("edits")
-        named = (
-            [edit for edit in edits if isinstance(edit, dict)] if isinstance(edits, list) else []
-        )
-        thoughts = [edit for edit in named if str(edit.get("type")).startswith("clear_thinking_")]
-        keeps = [edit.get("keep") in ("all", {"type": "all"}) for edit in thoughts]
+        keeps = [
+            isinstance(edit, dict)
+            and str(edit.get("type")).startswith("clear_thinking_")
+            and edit.get("keep") in ("all", {"type": "all"})
+            for edit in (edits if isinstance(edits, list) else ())
+        ]
         known = "preserve_thinking" in traits.variables and any(keeps)
-        if not known or edits != [edit for edit, kept in zip(thoughts, keeps, strict=True) if kept]:
+        if not known or not all(keeps):
             conversation.ignored.append("context_management")
         return known or None
 

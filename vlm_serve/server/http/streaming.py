@@ -122,8 +122,9 @@ async def stream_response(
         await cancelled(first)
         raise
     if first.done():
-        return EventStream(first.result(), events, headers, extra, silence)
-    begun.set()
+        first.result()  # raises what came before the status
+    else:
+        begun.set()
     return EventStream(first, events, headers, extra, silence)
 
 
@@ -148,7 +149,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        first: bytes | asyncio.Future[bytes],
+        first: asyncio.Future[bytes],
         rest: Events,
         headers: Mapping[str, str],
         extra: Extra = dict,
@@ -173,8 +174,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         pinging = asyncio.ensure_future(self._ping(scope, send)) if self._silence else None
         try:
-            first = self._first
-            await self._pass_on(first if isinstance(first, bytes) else await first, send)
+            await self._pass_on(await self._first, send)
             async for chunk in self._rest:
                 await self._pass_on(chunk, send)
         finally:
@@ -191,7 +191,7 @@ class EventStream(Response):
         """Break every silence; events are sent whole, so this stands between them."""
         ping = event({"type": "ping"}, "ping") if is_anthropic(scope) else b": waiting\n\n"
         part = {"type": "http.response.body", "more_body": True, PING: True, "body": ping}
-        before = -1 if isinstance(self._first, bytes) else 0
+        before = -1 if self._first.done() else 0
         while True:
             if self._sent == before:
                 await send(part)

@@ -36,7 +36,6 @@ from vlm_serve.server.api.shared.conversation import (
     conversation_task,
     count_tokens,
 )
-from vlm_serve.server.api.shared.custom_input import CustomInput, input_of
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
     Optional,
@@ -45,7 +44,12 @@ from vlm_serve.server.api.shared.fields import (
     usage_body,
 )
 from vlm_serve.server.api.shared.logprobs import chat_logprobs
-from vlm_serve.server.api.shared.output_blocks import BlockStream, OutputBlock
+from vlm_serve.server.api.shared.output_blocks import (
+    BlockStream,
+    CustomInput,
+    OutputBlock,
+    input_of,
+)
 from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.auth import owner_of

@@ -23,13 +23,11 @@ from vlm_serve.server.api.shared.fields import (
     check_stream,
 )
 from vlm_serve.server.api.shared.sampling import (
-    ToolChoice,
     sampling_of,
     structured_outputs_of,
     tool_choice_of,
     with_sampling,
 )
-from vlm_serve.server.http.errors import renamed_params
 
 
 class ChatMessage(RequestModel):
@@ -117,6 +115,9 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         conversation = set_variables(
             conversation, traits, effort=self.reasoning_effort, verbosity=self.verbosity
         )
+        choice, parallel = self.tool_choice, self.parallel_tool_calls
+        if self.old_functions:
+            choice, parallel = self.function_call, False
         form = structured_outputs_of(self.response_format, self.structured_outputs, self.regex)
         return ParsedRequest(
             conversation,
@@ -127,19 +128,10 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
                 structured_outputs=form,
                 prediction="" if self.prediction is None else self.prediction.text,
             ),
-            self._tool_choice(list(conversation.functions)),
+            tool_choice_of(choice, list(conversation.functions), parallel),
             self.form_field,
             {"logprobs": "top_logprobs"},
         )
-
-    def _tool_choice(self, names: list[str]) -> ToolChoice:
-        if not self.old_functions:
-            return tool_choice_of(self.tool_choice, names, self.parallel_tool_calls)
-        choice = self.function_call
-        if isinstance(choice, dict):
-            choice = choice | {"type": "function"}
-        with renamed_params({"tool_choice": "function_call"}):
-            return tool_choice_of(choice, names, parallel=False)
 
     def _top_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None: no logprobs."""

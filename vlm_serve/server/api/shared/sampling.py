@@ -301,7 +301,7 @@ def tool_choice_of(choice: Any, names: Sequence[str], parallel: bool | None) -> 
 
 
 def _function_name(tool: Any, where: str) -> str:
-    if object_of(tool, where).get("type") not in ("function", "custom"):
+    if object_of(tool, where).get("type", "function") not in ("function", "custom"):
         raise unsupported(f"{where}.type", tool.get("type"))
     for kind in ("function", "custom"):
         if kind in tool:
