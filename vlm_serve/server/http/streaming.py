@@ -108,11 +108,9 @@ async def stream_response(
     named: bool = False,
     extra: Extra = dict,
 ) -> Response:
-    """Wait for the first chunk and return the stream; earlier errors get a status of their own.
+    """Wait for the first chunk, for the longest silence at most (0: any), and return the stream.
 
-    Args:
-        begun: set where the stream begins before its first chunk, so that errors are events.
-        silence: the longest time without an event or a comment, in seconds; 0: any.
+    Earlier errors get a status of their own; `begun` is set where they no longer can.
     """
     events = as_events(chunks, named=named)
     first = asyncio.ensure_future(anext(events))

@@ -222,11 +222,8 @@ async def _events(
 ) -> Chunks:
     """Yield the events of a streamed response.
 
-    An error before the status has been sent is raised. A later one becomes an event itself.
-
-    Args:
-        begun: set if the status has been sent before the first event.
-        refused: returns the event of an error.
+    An error before the status has been sent, with the first event or when `begun` was set, is
+    raised. A later one becomes an event itself.
     """
     sent: AnswerStream | None = None
     try:
