@@ -22,9 +22,9 @@ from vlm_serve.deploy.replica_pool import (
 from vlm_serve.engine.requests.tenant import NOBODY, Tenant
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.failover.attempt import PING
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.errors import error_for
-from vlm_serve.server.http.streaming import PING
 from vlm_serve.server.http.tenants import TenantKey, tenant_of
 
 START: Message = {

@@ -9,8 +9,7 @@ from starlette.types import Message
 
 from vlm_serve.deploy import channel as channel_module
 from vlm_serve.deploy.channel import BEGUN, Channels, Outbox
-from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
-from vlm_serve.server.http.streaming import PING
+from vlm_serve.server.failover.attempt import PING, TOKENS, Attempt, Delivery
 
 
 def test_what_one_turn_gives_is_taken_at_once() -> None:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Message
 
-from vlm_serve.server.failover.attempt import merged
-from vlm_serve.server.http.streaming import PING
+from vlm_serve.server.failover.attempt import PING, merged
 
 HEARTBEAT_SECONDS = 1.0
 GREETING_SECONDS = 5.0

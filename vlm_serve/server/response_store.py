@@ -15,6 +15,8 @@ from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.http.auth import Owner
 
 Item = dict[str, Any]
+MAX_RESPONSES = 4096
+"""Of one key: an unknown item is searched for in all of them."""
 ALL_KEYS = 4
 """The responses of all keys together may be so many times as large as those of one."""
 RECORD_BYTES = 1200
@@ -31,6 +33,7 @@ class Turn:
         answer: the response's body, with its output items.
         num_bytes: memory of the items and the answer.
         holders: number of stored responses and turns that refer to this one.
+        name: id of its stored response, if any.
     """
 
     parent: Turn | None
@@ -38,6 +41,7 @@ class Turn:
     answer: dict[str, Any]
     num_bytes: int
     holders: int = 0
+    name: str | None = None
 
     def past(self) -> list[Item]:
         """Return the input items of the answer, the oldest first."""
@@ -153,6 +157,7 @@ class ResponseStore:
         expiry = asyncio.get_running_loop().call_later(self._ttl, self.delete, owner, response_id)
         account = self._accounts.setdefault(owner.key, _Account())
         account.responses[response_id] = _Stored(owner.salt, turn, expiry)
+        turn.name = response_id
         account.hold(turn)
         self._shrink(account, self.max_bytes, turn)
         accounts = sorted(self._accounts.values(), key=lambda each: -each.num_bytes)
@@ -162,14 +167,14 @@ class ResponseStore:
 
     def _shrink(self, account: _Account, limit: int, turn: Turn) -> None:
         """Drop an account's oldest responses down to the limit, but not this turn."""
-        ids = {stored.turn: key for key, stored in account.responses.items()}
-        for oldest in list(ids) if account.num_bytes > limit else ():
-            freed: Turn | None = oldest
-            while freed in ids and freed is not turn and freed.holders == 1:
-                if account.num_bytes <= limit:
+        for stored in list(account.responses.values()):
+            freed: Turn | None = stored.turn
+            while freed and freed.name and freed is not turn and freed.holders == 1:
+                if account.num_bytes <= limit and len(account.responses) <= MAX_RESPONSES:
                     return
-                self._drop(account, ids.pop(freed))
-                freed = next((each for each in _line(freed.parent) if each in ids), None)
+                parent = freed.parent
+                self._drop(account, freed.name)
+                freed = next((each for each in _line(parent) if each.name), None)
 
     def delete(self, owner: Owner, response_id: str) -> bool:
         """Delete a response, except for turns that later ones continue.
@@ -191,6 +196,7 @@ class ResponseStore:
     @staticmethod
     def _drop(account: _Account, response_id: str) -> None:
         stored = account.responses.pop(response_id)
+        stored.turn.name = None
         stored.expiry.cancel()
         account.release(stored.turn)
 

@@ -21,8 +21,15 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.server.failover.attempt import ATTEMPT, TOKENS, Attempt, Delivery, merged, new_token
-from vlm_serve.server.http.streaming import PING
+from vlm_serve.server.failover.attempt import (
+    ATTEMPT,
+    PING,
+    TOKENS,
+    Attempt,
+    Delivery,
+    merged,
+    new_token,
+)
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vlm_serve.server.http.streaming import PING
-
 ID_BYTES = 16
 """Random part of every id: without API keys it is all that protects a stored answer."""
 ATTEMPT = "vlm_serve.attempt"
@@ -27,10 +25,11 @@ TOKENS = "vlm_serve.tokens"
 USAGE = "vlm_serve.usage"
 REPORT = "vlm_serve.cache_report"
 FAILURE = "vlm_serve.failure"
+PING = "vlm_serve.ping"
 """Keys of a replica's messages `http.response.body`; each is left out where it would be empty.
 
 TOKENS: {choice: [token ids covered by the message's bytes]}. USAGE, REPORT: of each prompt, so far.
-FAILURE: the message reports a failure.
+FAILURE: the message reports a failure. PING: it breaks a silence and is no part of the answer.
 """
 
 

@@ -9,8 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm_serve.errors import OverloadedError, VlmServeError
-from vlm_serve.server.failover.attempt import FAILURE, Attempt, attempt_of
-from vlm_serve.server.http.streaming import PING
+from vlm_serve.server.failover.attempt import FAILURE, PING, Attempt, attempt_of
 
 _log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vlm_serve.server.failover.attempt import PING
 from vlm_serve.server.http.errors import is_anthropic
 
 _T = TypeVar("_T")
@@ -26,10 +27,6 @@ Chunks = AsyncGenerator[dict[str, Any], None]
 """Bodies of a stream's events."""
 
 Events = AsyncGenerator[bytes, None]
-
-
-PING = "vlm_serve.ping"
-"""Key of messages `http.response.body` whose bytes are no part of the answer."""
 
 
 class ClientGoneError(Exception):
