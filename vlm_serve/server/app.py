@@ -198,7 +198,9 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         can_stream = "stream" in body.model_fields and answer not in whole
         streams = {"content": EVENT_STREAM} if can_stream else {}
         errors = MESSAGES_ERRORS if path.startswith(MESSAGES_PATH) else ERRORS
-        settings = {"described": app.body_of(body), "operation_id": handler.__name__}
+        alias = handler in (rerank, score) and not path.startswith("/v1/")
+        operation = handler.__name__ + path.replace("/", "_") * alias
+        settings = {"described": app.body_of(body), "operation_id": operation}
         yield "POST", path, handler, {200: {"model": answer, **streams}, **errors}, settings
 
 
