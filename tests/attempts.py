@@ -45,7 +45,7 @@ class Replica:
     """An application over an engine of its own; all replicas run on one event loop."""
 
     def __init__(self, engine: Engine, **options: Any) -> None:
-        config = ServerConfig(idle_check=False, **options)
+        config = ServerConfig(idle_check=False, stream_silence=0.0, **options)
         self.engine = engine
         self.service = Service(engine, config, ("test-model",))
         self.app: ASGIApp = Resuming(create_app(self.service), error_for)

@@ -151,8 +151,8 @@ class FakeEngine:
         self.reset()
         self.pins = FakePins()
 
-    def text_of(self, prompt: Prompt) -> str:
-        return prompt.text or self.preprocessor.tokenizer.decode(prompt.token_ids)
+    def before_grammar(self, prompt: Prompt, thought: Thought | None, *, splits: bool) -> bytes:
+        return b""
 
     def reset(self) -> None:
         """Back to plain answers, for the next test."""

@@ -15,6 +15,7 @@ from vlm_serve.preprocess.reading.values import (
     object_of,
     plain_data,
     short_repr,
+    without_halves,
 )
 
 # "developer" is OpenAI's newer name for the system role; templates know only the old one.
@@ -28,7 +29,7 @@ _ROLES = {
 
 
 def read_chat(body: Mapping[str, Any], conversation: Conversation) -> None:
-    """Read a chat body's messages, tools and flags.
+    """Read a chat body's messages and flags.
 
     Raises InvalidRequestError, naming the message, part and field at fault.
     """
@@ -43,7 +44,6 @@ def read_chat(body: Mapping[str, Any], conversation: Conversation) -> None:
         )
     conversation.continue_final_message = bool(continues)
     conversation.add_generation_prompt = not continues if add is None else add
-    conversation.tools = read_tools(body.get("tools"))
     history = _History(messages)
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -116,7 +116,7 @@ def _message(
         calls = []
         for at, call in enumerate(list_of(read["tool_calls"], place)):
             try:
-                calls.append(read_tool_call(call, f"{place}[{at}]"))
+                calls.append(read_tool_call(_as_function(call), f"{place}[{at}]"))
             except InvalidRequestError:
                 if not is_cut(call):
                     raise
@@ -133,6 +133,15 @@ def _message(
     return read
 
 
+def _as_function(call: Any) -> Any:
+    """Return a call of a tool that takes one text as that of a function."""
+    custom = call.get("custom") if isinstance(call, Mapping) else None
+    if not isinstance(custom, Mapping) or call.get("type") != "custom":
+        return call
+    function = {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
 MAX_ARGUMENTS_CHARACTERS = 1 << 20
 """Limit on the JSON text of one tool call's arguments."""
 
@@ -140,21 +149,13 @@ MAX_ARGUMENTS_CHARACTERS = 1 << 20
 _ORDER = ("type", "name", "description", "parameters")
 
 
-def read_tools(tools: Any) -> list[dict[str, Any]]:
-    """Read tool definitions in the form of any API, as templates see them.
-
-    A definition is a function, or an object with one in `function`. Fields without a value are
-    dropped.
-
-    Raises InvalidRequestError, naming the tool at fault.
-    """
-    if tools is None:
-        return []
-    return [read_tool(tool, f"tools[{at}]") for at, tool in enumerate(list_of(tools, "tools"))]
-
-
 def read_tool(tool: Any, where: str) -> dict[str, Any]:
-    """Read one definition as `read_tools` does."""
+    """Read a tool's definition in the form of any API, as templates see it.
+
+    It is a function, or an object with one in `function`. Fields without a value are dropped.
+
+    Raises InvalidRequestError, naming the tool.
+    """
     plain = _without_nulls(plain_data(tool, where))
     nested = isinstance(plain, dict) and "function" in plain
     function = plain["function"] if nested else plain
@@ -212,7 +213,7 @@ def read_tool_call(call: Any, where: str) -> dict[str, Any]:
                 f"{place} must have at most {MAX_ARGUMENTS_CHARACTERS} characters", param=place
             )
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = json.loads(without_halves(arguments)) if arguments.strip() else {}
         except (ValueError, RecursionError):
             arguments = None
     elif arguments is None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.chat import read_role, read_tool_call
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.reading.parts import read_content
+from vlm_serve.preprocess.reading.parts import read_content, read_part
 from vlm_serve.preprocess.reading.turns import join_leading, order_results
 from vlm_serve.preprocess.reading.values import (
     list_of,
     object_of,
+    plain_data,
     text_of,
     unsupported,
     without_marks,
@@ -23,15 +25,21 @@ from vlm_serve.preprocess.reading.vendor_tools import read_item_tools
 _DROPPED = frozenset(
     {
         "code_interpreter_call",
+        "compaction",
+        "compaction_trigger",
+        "context_compaction",
         "file_search_call",
         "image_generation_call",
         "mcp_approval_request",
         "mcp_approval_response",
-        "mcp_call",
         "mcp_list_tools",
         "web_search_call",
     }
 )
+_ABOUT = frozenset(
+    ["type", "id", "call_id", "status", "name", "output", "error", "execution", "server_label"]
+)
+"""Fields of a call that are no arguments."""
 
 
 def read_response(body: Mapping[str, Any], conversation: Conversation) -> None:
@@ -138,6 +146,10 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: s
         content = _content(item, "output", where, answer.conversation)
         call_id = text_of(item, "call_id", where)
         answer.conversation.add_result(call_id, content, f"{where}.call_id")
+    elif isinstance(kind, str) and kind.endswith("_call"):
+        _read_run(answer, item, where, answered)
+    elif isinstance(kind, str) and kind.endswith("_output"):
+        _read_outcome(answer, item, where)
     elif kind != "message":
         raise unsupported(f"{where}.type", kind)
     elif item.get("role") == "assistant":
@@ -152,6 +164,37 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: s
             answer.conversation.add_system(content, f"{where}.role")
         else:
             answer.conversation.messages.append({"role": role, "content": content})
+
+
+def _read_run(answer: _Answer, item: Mapping[str, Any], where: str, answered: set[Any]) -> None:
+    """Read a call of a tool with a kind of its own, such as `shell_call`; some tell the outcome."""
+    call_id = item.get("call_id") or item.get("id")
+    if not isinstance(call_id, str):
+        answer.conversation.ignored.append(where)
+        return
+    if item.get("status") == "incomplete" and call_id not in answered:
+        return
+    given = {name: item[name] for name in item if name not in _ABOUT and item[name] is not None}
+    wholes = (given.get(name) for name in ("action", "operation", "arguments"))
+    arguments = next((whole for whole in wholes if isinstance(whole, str | Mapping)), given)
+    name = item.get("name") or str(item["type"]).removesuffix("_call")
+    answer.add_call({"call_id": call_id}, {"name": name, "arguments": arguments}, where)
+    if item.get("output") is not None or item.get("error") is not None:
+        _read_outcome(answer, item, where)
+
+
+def _read_outcome(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
+    """Read the outcome of such a call: a text, a picture of a screen, or fields as JSON."""
+    answer.end()
+    told = (item.get(name) for name in ("output", "error", "tools", "status"))
+    content: Any = next((value for value in told if value is not None), "")
+    if isinstance(content, Mapping) and content.get("type") == "computer_screenshot":
+        picture = {**content, "type": "input_image"}
+        content = [read_part(picture, f"{where}.output", answer.conversation)]
+    elif not isinstance(content, str):
+        content = json.dumps(plain_data(content, where), ensure_ascii=False)
+    named = "call_id" if item.get("call_id") else "id"
+    answer.conversation.add_result(text_of(item, named, where), content, f"{where}.{named}")
 
 
 def _present(item: Mapping[str, Any], name: str, where: str) -> Any:

@@ -88,6 +88,12 @@ def read_part(part: Any, where: str, conversation: Conversation) -> dict[str, An
         return text_part(str(text_of(part, name, where)))
     if isinstance(kind, str) and kind in FILE_PARTS:
         return read_file(part, where, conversation)
+    if kind in ("input_audio", "audio", "audio_url"):
+        raise UnsupportedFieldError(
+            f"{where}.type is {kind!r}, but this server has no model that hears audio",
+            param=f"{where}.type",
+            code="unsupported_field",
+        )
     if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
         known = ", ".join(sorted({"text", *FILE_PARTS, *_MEDIA_PARTS}))
         raise UnsupportedFieldError(

@@ -12,6 +12,7 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_response
 from vlm_serve.preprocess.reading.turns import join_leading, order_results
 from vlm_serve.preprocess.reading.values import object_of, plain_data, without_marks
+from vlm_serve.preprocess.reading.vendor_tools import read_chat_tools
 
 MAX_TEMPLATE_KWARGS = 64
 
@@ -68,6 +69,8 @@ def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
         for name in _MARKED
         if name in body
     }
+    if api == "chat":
+        conversation.tools = read_chat_tools({**body, **unmarked}, conversation)
     _READERS[api]({**body, **unmarked}, conversation)
     if not conversation.previous:
         join_leading(conversation)

@@ -7,6 +7,7 @@ input would change the prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,22 @@ def list_of(value: Any, where: str, expected: str = "a list") -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise InvalidRequestError(f"{where} must be {expected}", param=where)
     return value
+
+
+_SURROGATE = re.compile(
+    r"(?<!\\)((?:\\\\)*)(?:(\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|\\u[dD][89a-fA-F]..)"
+)
+_MAX_SURROGATES = 1 << 18
+
+
+def without_halves(text: str) -> str:
+    """Return JSON text with U+FFFD for escapes of half a character.
+
+    Clients cut texts in the middle of an emoji and send them in every later turn.
+    """
+    return _SURROGATE.sub(
+        lambda found: found[0] if found[2] else f"{found[1]}\\ufffd", text, _MAX_SURROGATES
+    )
 
 
 def begins_json(text: str) -> bool:

@@ -124,21 +124,47 @@ def read_item_tools(tools: Any, conversation: Conversation) -> list[dict[str, An
     return [_nested(_item_function(tool, where)) for where, tool in kept]
 
 
+def read_chat_tools(body: Mapping[str, Any], conversation: Conversation) -> list[dict[str, Any]]:
+    """Read the tools of a chat body, or its older `functions`, as `read_block_tools` does."""
+    field = "functions" if body.get("functions") and body.get("tools") is None else "tools"
+    if field == "tools" and body.get("functions"):
+        conversation.ignored.append("functions")
+    given = [_flat(tool) for tool in list_of(body.get(field) or (), field)]
+    read = []
+    for where, tool in _kept(given, conversation, (), field):
+        if tool.get("type") == "custom":
+            conversation.ignored += [f"{where}.custom.format"] if _is_grammar(tool) else []
+            tool = _nested(_item_function(tool, where))
+        read.append(_nested(tool) if field == "functions" else tool)
+    return read
+
+
+def _flat(tool: Any) -> Any:
+    """Return a custom tool of a chat as /v1/responses has it."""
+    custom = tool.get("custom") if isinstance(tool, Mapping) else None
+    if not isinstance(custom, Mapping) or tool.get("type") != "custom":
+        return tool
+    form = custom.get("format")
+    grammar = form.get("grammar") if isinstance(form, Mapping) else None
+    flat = {"format": {**form, **grammar}} if form and isinstance(grammar, Mapping) else {}
+    return {**custom, **flat, "type": "custom"}
+
+
 def _nested(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
 def _kept(
-    tools: Any, conversation: Conversation, left_out: tuple[str, ...]
+    tools: Any, conversation: Conversation, left_out: tuple[str, ...], field: str = "tools"
 ) -> list[tuple[str, dict[str, Any]]]:
     """Return the tools that are not left out, each with its place in the request."""
     kept = []
     for at, tool in enumerate(() if tools is None else list_of(tools, "tools")):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if isinstance(kind, str) and kind.startswith(left_out):
-            conversation.ignored.append(f"tools[{at}]")
+            conversation.ignored.append(f"{field}[{at}]")
         else:
-            kept.append((f"tools[{at}]", read_tool(tool, f"tools[{at}]")))
+            kept.append((f"{field}[{at}]", read_tool(tool, f"{field}[{at}]")))
     return kept
 
 

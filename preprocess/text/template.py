@@ -12,6 +12,7 @@ accepts and how it handles thoughts, and `TemplateTraits` fits messages to it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -381,6 +382,7 @@ class TemplateTraits:
             without the key, with empty text, or with None.
         late_systems: it renders a system message behind other messages where it stands.
         thinking: how it handles thoughts.
+        separator: white space that it writes between `</think>` and an answer's text or calls.
         tool_form: the form of tool calls: tags for every parameter, or JSON.
     """
 
@@ -389,6 +391,7 @@ class TemplateTraits:
     no_content: NoContent = "text"
     late_systems: bool = False
     thinking: Thinking = Thinking()
+    separator: str = ""
     tool_form: CallForm = "qwen3_xml"
 
     def effort_variables(self, wanted: str | None) -> dict[str, Any]:
@@ -471,6 +474,7 @@ def find_traits(
         no_content=no_content,
         late_systems=_in_order(shown([first, question, answered, second, question])),
         thinking=_find_thinking(shown, tree, variables, question),
+        separator=_separator(shown, question, calling),
         tool_form=_find_tool_form(shown([question, calling]), source),
     )
 
@@ -606,6 +610,20 @@ def _find_thinking(
         prompt=prompt,
         efforts=_efforts(shown, tree, question) if EFFORT in variables else (),
     )
+
+
+def _separator(shown: Shown, question: Message, calling: Message) -> str:
+    """Return the white space with which texts and calls begin behind a thought.
+
+    A template that shows no thought of an answer may close an empty one in its generation prompt.
+    """
+    reasons = dict.fromkeys(("reasoning_content", "thinking"), _REASON)
+    answers = ({"role": "assistant", "content": _ANSWER}, calling)
+    asked = (shown([question, answer | reasons], add_generation_prompt=False) for answer in answers)
+    behind = [text.rpartition(THINK_END)[2] for text in asked if THINK_END in text]
+    behind = behind or [shown([question], kwargs=_SWITCHED["off"]).rpartition(THINK_END)[2]]
+    spaces = [text[: len(text) - len(text.lstrip())] for text in behind]
+    return os.path.commonprefix(spaces)
 
 
 def _opening(shown: Shown, question: Message, given: Mapping[str, Any]) -> Opening:

@@ -20,8 +20,11 @@ from vlm_serve.deploy.replica_pool import (
     ReplicaPool,
 )
 from vlm_serve.engine.requests.tenant import NOBODY, Tenant
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.failover.attempt import PING
 from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.errors import error_for
 from vlm_serve.server.http.tenants import TenantKey, tenant_of
 
 START: Message = {
@@ -178,6 +181,45 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(path: str, begin: str
         assert json.loads(last.split("data: ")[1])["error"]["message"]
 
     run(work)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_replica_that_is_lost_in_silence_is_replaced(path: str) -> None:
+    """The client has the status and comments, which are no part of the answer. What another replica
+    says of the request instead of an answer is an event in the API's form."""
+
+    async def work() -> None:
+        ping: Message = {**body(b": waiting\n\n"), PING: True}
+        lost = ReplicaLostError("r1")
+        pool = ScriptedPool([START, ping, ping, lost], [*WHOLE[1:]])
+        answer = await post(gateway_of(pool), path)
+        assert answer.text == ": waiting\n\n" * 2 + "data: 1\n\ndata: [DONE]\n\n"
+        attempt = pool.calls[1].attempt
+        assert attempt.started and attempt.delivered == 0 and attempt.deaths == 1
+        told = InvalidRequestError("too long", code="context_length_exceeded")
+        refused = error_for({"path": path, "headers": []}, told)
+        refusal: list[Message | Exception] = [
+            {"type": "http.response.start", "status": 400, "headers": []}
+        ]
+        refusal.append(body(bytes(refused.body), more=False))
+        pool = ScriptedPool([START, ping, lost], refusal)
+        answer = await post(gateway_of(pool), path)
+        assert answer.status_code == 200
+        (event,) = parse(answer.text.removeprefix(": waiting\n\n"))
+        named = {} if path == "/v1/chat/completions" else {"event": "error"}
+        assert {key: event[key] for key in event if key != "data"} == named
+        about = event["data"] if path == "/v1/responses" else event["data"]["error"]
+        assert about["message"] == "too long"
+
+    run(work)
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    found = []
+    for each in text.split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in each.split("\n"))
+        found.append(lines | {"data": json.loads(lines["data"])})
+    return found
 
 
 def test_the_limit_of_open_requests_is_the_gateways() -> None:

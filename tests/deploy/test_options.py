@@ -46,7 +46,10 @@ def test_what_one_process_keeps_needs_one_replica(tmp_path: Path) -> None:
         check(DeployConfig(replicas=2), stored, EngineConfig())
     with pytest.raises(ConfigError, match="response_store needs one replica"):
         check(DeployConfig(replicas=1, max_replicas=2), stored, EngineConfig())
-    check(DeployConfig(replicas=1), stored, EngineConfig())
+    assert check(DeployConfig(replicas=1), stored, EngineConfig()) == stored
+    several = check(DeployConfig(replicas=2), ServerConfig(), EngineConfig())
+    assert several.response_store_bytes == 0 < ServerConfig().response_store_bytes
+    check(DeployConfig(replicas=2), ServerConfig(response_store=0), EngineConfig())
     files = ServerConfig(batch_store="1MiB")
     with pytest.raises(ConfigError, match="batch_store needs one replica"):
         check(DeployConfig(replicas=2), files, EngineConfig())
@@ -88,6 +91,11 @@ def test_keys_are_asked_for_before_anything_starts() -> None:
     status, said = run("--host", "0.0.0.0", "--port", "0")
     assert status == 2
     assert said.count("\n") == 1 and "--without-keys" in said
+
+
+def test_an_adapter_with_the_models_name_is_told_before_anything_starts() -> None:
+    status, said = run("--port", "0", "--lora-modules", "demo=/x")
+    assert status == 2 and "lora_modules: 'demo' is a name of the model" in said
 
 
 def test_no_ray_is_one_sentence(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from starlette.types import Message
 
 from vlm_serve.deploy import channel as channel_module
 from vlm_serve.deploy.channel import BEGUN, Channels, Outbox
-from vlm_serve.server.failover.attempt import TOKENS
+from vlm_serve.server.failover.attempt import PING, TOKENS, Attempt, Delivery
 
 
 def test_what_one_turn_gives_is_taken_at_once() -> None:
@@ -26,6 +26,26 @@ def test_what_one_turn_gives_is_taken_at_once() -> None:
         event.set()
         assert [number for number, _ in await taking] == list(range(5))
         await asyncio.gather(*sending)
+
+    asyncio.run(work())
+
+
+def test_what_breaks_a_silence_is_no_part_of_an_answer() -> None:
+    def part(data: bytes, **more: object) -> Message:
+        return {"type": "http.response.body", "body": data, "more_body": True, **more}
+
+    async def work() -> None:
+        outbox, ping = Outbox(), part(b": waiting\n\n", **{PING: True})
+        for message in (ping, ping):
+            outbox.put(1, message)
+        assert await outbox.take(1.0) == [(1, ping)]
+        for message in (ping, part(b"a", **{TOKENS: {0: [5]}}), ping, part(b"b")):
+            outbox.put(1, message)
+        assert await outbox.take(1.0) == [(1, part(b"ab", **{TOKENS: {0: [5]}}))]
+        delivery = Delivery(Attempt.first("r"))
+        for message in (ping, part(b"ab", **{TOKENS: {0: [5]}}), ping):
+            delivery.passed(message)
+        assert delivery.next.delivered == 2 and delivery.next.started
 
     asyncio.run(work())
 

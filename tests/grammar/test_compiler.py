@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from process_tree import processes_below
 
@@ -275,6 +276,51 @@ def test_text_before_the_grammar_is_free(compiler: GrammarCompiler, tokenizer: T
         state.accept(token)
     state.accept(min(tokenizer.eos_ids))
     assert state.finished
+
+
+def test_white_space_behind_the_mark_is_enforced(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = compiler.compile(StructuredOutputs(regex="ab"), b"</think>\n\n")
+    (line, _), end = tokenizer.encode_plain("\n\n"), tokenizer.encode("</think>")[0]
+    state = GrammarState(grammar, tokenizer.token_bytes, WIDTH)
+    assert state.allowed() is None
+    with state.ahead():
+        state.accept(end)
+        for _ in range(2):
+            assert allowed_tokens(state) == [line]
+            state.accept(line)
+        assert line not in allowed_tokens(state)
+    assert state.waiting and state.allowed() is None
+    for token in (end, line, line, *tokenizer.encode_plain("ab"), min(tokenizer.eos_ids)):
+        assert not state.finished
+        state.accept(token)
+    assert state.finished and not state.over_limit
+
+
+@pytest.mark.parametrize(
+    ("token", "forced"),
+    [(b"x</think>", b"\n\n"), (b"</think>\n", b"\n"), (b"</think>\n\n", b""),
+     (b"</think>\n\na", b""), (b"</think>a", b""), (b"</think> ", b"")],
+)  # fmt: skip
+def test_a_token_may_reach_beyond_the_mark(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, token: bytes, forced: bytes
+) -> None:
+    """Where it has begun with something else already, nothing is put before that."""
+    grammar = compiler.compile(StructuredOutputs(regex="a*b"), b"</think>\n\n")
+    state = GrammarState(grammar, lambda at: token if at < 0 else tokenizer.token_bytes(at), WIDTH)
+    state.accept(-1)
+    assert not state.waiting and not state.finished
+    assert b"".join(map(tokenizer.token_bytes, state.forced)) == forced
+    for each in (*state.forced, *tokenizer.encode_plain("b"), min(tokenizer.eos_ids)):
+        state.accept(each)
+    assert state.finished and not state.over_limit
+
+
+def allowed_tokens(state: GrammarState) -> list[int]:
+    bits = state.allowed()
+    assert bits is not None
+    return [int(at) for at in np.flatnonzero(np.unpackbits(bits, bitorder="little"))]
 
 
 def test_what_a_grammar_was_made_from_counts_too(compiler: GrammarCompiler) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from fake_engine import FakeEngine
-from serving import RunningServer, chat_body, connect, running
+from serving import RunningServer, chat_body, connect, running, wait_for
 
 from vlm_serve.errors import (
     CheckpointError,
@@ -142,7 +145,6 @@ def test_a_bad_field_is_named(fake: RunningServer, fields: dict[str, Any], param
         ("chat_template", "{{ 1 }}"),
         ("best_of", 2),
         ("best_of", True),
-        ("functions", [{"name": "f"}]),
         ("modalities", ["audio"]),
     ],
 )
@@ -191,7 +193,6 @@ def test_an_unknown_model_is_not_found(fake: RunningServer) -> None:
         b"\xff\xfe{}",
         b'{"messages": [], "temperature": NaN}',
         b'{"n": 1' + b"0" * 5000 + b"}",
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b"[" * 100_000,
         b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
         b"[" + b"[]," * 2_100_000 + b"1]",
@@ -261,12 +262,84 @@ def test_a_type_that_is_no_text_is_refused(
         ("/v1/responses", b'{"input": "x", "SURROGATE": "a"}'),
     ],
 )
-@pytest.mark.parametrize("surrogate", [b"\xed\xa0\x80", b"\\ud800"])
-def test_half_a_character_is_refused_everywhere(
-    fake: RunningServer, path: str, body: bytes, surrogate: bytes
+def test_half_a_character_is_replaced_where_it_is_escaped(
+    fake: RunningServer, path: str, body: bytes
 ) -> None:
-    content = body.replace(b"SURROGATE", surrogate)
+    """Clients cut texts between two, and send them again with every later turn."""
+    content = body.replace(b"SURROGATE", b"\xed\xa0\x80")
     check_error(fake.client.post(path, content=content, headers=JSON), 400)
+    told = []
+    for half in (b"\\uD83d", b"\\udE00", b"\\ufffd"):
+        content = body.replace(b"SURROGATE", half)
+        response = fake.client.post(path, content=content, headers=JSON)
+        told.append(response.status_code)
+    assert told == [told[-1]] * 3, "as the sign for it would be"
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (r"a\ud83d b", "a\ufffd b"),
+        (r"\udE00", "\ufffd"),
+        (r"\ud83d\ud83d\ude00\ud83d", "\ufffd\U0001f600\ufffd"),
+        (r"\\ud83d\ud83d", "\\ud83d\ufffd"),
+        (r"\\\ud83d \\\\ud83d", "\\\ufffd \\\\ud83d"),
+        (r"\n\ud83d\"", '\n\ufffd"'),
+    ],
+)
+def test_halves_are_replaced_in_texts_and_in_arguments(
+    fake: RunningServer, text: str, read: str
+) -> None:
+    arguments = json.dumps('{"a": "' + text + '"}')
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "ARGUMENTS"}}
+    answer = {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": ""}
+    content = json.dumps({"messages": [{"role": "user", "content": "TEXT"}, answer, result]})
+    content = content.replace("TEXT", text).replace('"ARGUMENTS"', arguments)
+    response = fake.client.post("/v1/chat/completions", content=content, headers=JSON)
+    assert response.status_code == 200, response.text
+    user, answer, _ = fake.engine.preprocessor.calls[-1]["messages"]
+    assert user["content"] == read
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": read}
+
+
+def packed(value: Any) -> bytes:
+    return gzip.compress(value if isinstance(value, bytes) else json.dumps(value).encode())
+
+
+def test_a_body_may_be_packed_by_gzip(fake: RunningServer) -> None:
+    headers = JSON | {"Content-Encoding": "gzip"}
+
+    def ask(content: bytes, **more: str) -> httpx.Response:
+        return fake.client.post("/v1/chat/completions", content=content, headers=headers | more)
+
+    body = chat_body("hi " * 300_000)
+    assert ask(packed(body)).status_code == 200
+    assert fake.engine.preprocessor.calls[-1]["messages"] == body["messages"]
+    whole = packed(chat_body())
+    for broken in (whole[:-3], whole + b"x", whole + whole, b"{}", b"", whole[:20] + b"x" * 50):
+        answer = ask(broken)
+        assert answer.status_code == 400 and "gzip" in answer.json()["error"]["message"], broken
+    for name in ("br", "zstd", "deflate", "gzip, gzip"):
+        refused = ask(whole, **{"Content-Encoding": name})
+        assert refused.status_code == 415 and repr(name) in refused.json()["error"]["message"]
+    plain = ask(json.dumps(chat_body()).encode(), **{"Content-Encoding": "identity"})
+    assert plain.status_code == 200
+    wait_for(lambda: fake.service.admission.memory.held == 0)
+
+
+def test_a_packed_body_is_bounded_while_it_is_unpacked(tokenizer: Tokenizer) -> None:
+    """A bomb of a thousand times its size is neither held nor waited for."""
+    config = ServerConfig(port=0, max_body_size="8MiB")
+    with running(FakeEngine(tokenizer), config) as server:
+        bomb = packed(b" " * (1 << 30))
+        headers = JSON | {"Content-Encoding": "gzip"}
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(3):
+            answer = server.client.post("/v1/chat/completions", content=bomb, headers=headers)
+            assert answer.status_code == 413
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+        wait_for(lambda: server.service.admission.memory.held == 0)
 
 
 def test_another_encoding_than_utf8_is_refused(fake: RunningServer) -> None:

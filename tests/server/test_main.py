@@ -11,7 +11,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.serving import listen
-from vlm_serve.server.main import absent_folders
+from vlm_serve.server.main import absent_folders, serve
 
 
 def test_folders_that_are_not_there_are_named(tmp_path: Path) -> None:
@@ -31,3 +31,15 @@ def test_a_port_in_use_is_told_how_to_choose_another() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf":{port}: .*; name another port, or 0 for any"):
             listen(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize("names", [(), ("other", "mine")])
+def test_an_adapter_with_a_name_of_the_model_is_refused_at_once(names: tuple[str, ...]) -> None:
+    """Before, the model answered in its place."""
+    model = names[-1] if names else "demo"
+    engine, server = (
+        EngineConfig(lora_modules=(f"{model}=/x",)),
+        ServerConfig(port=0, served_model_name=names),
+    )
+    with pytest.raises(ConfigError, match=f"lora_modules: '{model}' is a name of the model"):
+        serve("demo", engine, server)

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from vlm_serve.server import response_store
 from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.response_store import (
+    ALL_KEYS,
     RECORD_BYTES,
     ResponseStore,
     Turn,
@@ -165,3 +167,35 @@ def test_ids_are_128_random_bits() -> None:
     ids = {new_response_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(len(bytes.fromhex(each.removeprefix("resp_"))) == 16 for each in ids)
+
+
+def test_all_keys_together_have_a_bound() -> None:
+    async def run() -> None:
+        store = ResponseStore(1000, 60)
+        for number in range(ALL_KEYS + 3):
+            owner = Owner(b"key %d" % number, "")
+            for name in ("1", "2"):
+                store.put(owner, name, turn_of(None, 500 - number))
+            assert store.find(owner, "2") is not None, "the newest one stays"
+        held = [store.num_bytes(b"key %d" % number) for number in range(ALL_KEYS + 3)]
+        assert max(held) <= 1000 and 3000 < sum(held) <= ALL_KEYS * 1000
+
+    asyncio.run(run())
+
+
+def test_a_key_has_a_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
+
+    async def run() -> None:
+        store = ResponseStore(1 << 20, 60)
+        turn: Turn | None = None
+        for number in range(6):
+            turn = turn_of(turn, 10) if number < 3 else turn_of(None, 10)
+            store.put(OWNER, str(number), turn)
+        kept = [number for number in range(6) if store.find(OWNER, str(number))]
+        assert len(kept) == 3 and kept[-1] == 5
+        assert store.num_bytes(OWNER.key) == recount(
+            [store.find(OWNER, str(number)) for number in kept]
+        )
+
+    asyncio.run(run())

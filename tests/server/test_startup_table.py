@@ -130,7 +130,8 @@ def test_memory_for_stored_responses_is_said() -> None:
     server = ServerConfig(response_store="64MiB", response_store_ttl=60)
     found = rows(server, device="cpu", threads=2)
     assert found["stored responses"] == "64 MiB per API key, 60 s, on top"
-    assert "stored responses" not in rows(device="cpu", threads=2)
+    none = ServerConfig(response_store=0)
+    assert "stored responses" not in rows(none, device="cpu", threads=2)
 
 
 def test_space_for_files_is_said() -> None:

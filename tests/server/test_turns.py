@@ -94,6 +94,70 @@ def test_a_next_turn_reuses_all_up_to_the_last_question(
         assert reports[-1]["answer_tokens"] > 0
 
 
+TOOL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris"]}},
+    "required": ["city"],
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "forced call": {"tool_choice": "required"},
+    "json": {"response_format": {"type": "json_schema", "json_schema": {"schema": TOOL}}},
+    "choice": {"structured_outputs": {"choice": ["Paris", "Rome"]}},
+    "regex": {"regex": "[0-9]{4,9}"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("more", [{}, {"n": 2, "logprobs": True, "stop": ["\n\n"]}])
+def test_a_next_turn_begins_with_the_whole_answer_of_any_form(
+    server: RunningServer, form: str, more: dict[str, Any]
+) -> None:
+    """The form of an answer begins with what the template writes behind its thought."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": TOOL}}
+    options = GREEDY | {"max_tokens": 200, "reasoning_effort": "high", "return_token_ids": True}
+    options["chat_template_kwargs"] = {"preserve_thinking": True}
+    if form in ("auto", "forced call"):
+        options["tools"] = [tool]
+    messages: list[Any] = [{"role": "system", "content": "Be brief. " * 200}]
+    messages.append({"role": "user", "content": "What is the weather in Paris?"})
+    before: list[int] = []
+    for _ in range(3):
+        made = ok(server.post(CHAT, options | FORMS[form] | more | {"messages": messages}))
+        choice = made["choices"][0]
+        assert made["prompt_token_ids"][: len(before)] == before
+        if before and server.engine.config.prefix_cache_answer_ends == "auto":
+            assert made["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.98 * len(before)
+        before = made["prompt_token_ids"] + choice["token_ids"]
+        assert len(before) > 1000 and choice["finish_reason"] in ("stop", "tool_calls")
+        said = choice["message"]
+        calls = said.get("tool_calls") or ()
+        assert said["reasoning"] and (calls or said["content"])
+        messages.append({key: value for key, value in said.items() if value is not None})
+        for call in calls:
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "rain"})
+        if not calls:
+            messages.append({"role": "user", "content": "And then?"})
+
+
+def test_kept_thoughts_are_reused_as_claude_code_asks(server: RunningServer) -> None:
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    body: dict[str, Any] = {"max_tokens": 90, "temperature": 0, "context_management": keep}
+    body |= {"thinking": {"type": "adaptive"}, "system": "Be brief. " * 200}
+    messages: list[Any] = []
+    before = 0
+    for question in QUESTIONS[:3]:
+        messages.append({"role": "user", "content": question})
+        made = ok(server.post("/v1/messages", body | {"messages": messages}))
+        use, content = made["usage"], made["content"]
+        cached = use["cache_read_input_tokens"]
+        if server.engine.config.prefix_cache_answer_ends == "auto":
+            assert cached >= 0.98 * before
+        before = use["input_tokens"] + cached + use["output_tokens"]
+        assert content[0]["type"] == "thinking" and content[0]["signature"]
+        messages.append({"role": "assistant", "content": content})
+
+
 def test_choices_and_seeds_over_a_picture_are_those_of_a_cold_run(server: RunningServer) -> None:
     content = [
         {"type": "image_url", "image_url": {"url": URL}},

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Message
 
-from vlm_serve.server.failover.attempt import merged
+from vlm_serve.server.failover.attempt import PING, merged
 
 HEARTBEAT_SECONDS = 1.0
 GREETING_SECONDS = 5.0
@@ -182,7 +182,7 @@ class Outbox:
         self._messages.setdefault(number, []).append(message)
         if message is None:
             self._with_text.discard(number)
-        elif number not in self._with_text and message.get("body"):
+        elif number not in self._with_text and message.get("body") and not message.get(PING):
             self._with_text.add(number)
             self._urgent.set()
         self._filled.set()

@@ -36,14 +36,13 @@ from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import (
     DrainingError,
     NotFoundError,
-    envelope_for,
+    error_event,
     error_for,
-    is_anthropic,
     public_error,
 )
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.request_memory import Intake, RequestMemory
-from vlm_serve.server.http.streaming import cancelled, disconnected
+from vlm_serve.server.http.streaming import cancelled, disconnected, event
 from vlm_serve.server.http.tenants import tenant_of
 
 ONE_REPLICA = ("/v1/cache/tree", "/v1/cache/events", "/v1/cache/nodes/", "/v1/cache/affinity")
@@ -175,17 +174,18 @@ class Gateway:
             problem = error if isinstance(error, VlmServeError) else _broken(error)
             if not progress.started:
                 raise problem from None
-            event = progress.error_event(scope, problem)
-            if event is None:
+            last = progress.error_event(scope, problem)
+            if last is None:
                 raise _BrokenOff(problem) from None
-            await send({"type": "http.response.body", "body": event, "more_body": False})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_one(self, call: ReplicaCall, progress: AnswerProgress, send: Send) -> None:
         call = replace(call, attempt=progress.attempt)
         async with contextlib.aclosing(self.pool.answers(call)) as answers:
             async for message in answers:
                 if progress.started and message["type"] == "http.response.start":
-                    raise BrokenAnswerError(f"resuming was refused with status {message['status']}")
+                    parts = [part.get("body", b"") async for part in answers]
+                    raise _refusal(int(message["status"]), b"".join(parts))
                 await send(for_client(message))
                 progress.record(message)
 
@@ -231,6 +231,14 @@ class _BrokenOff(Exception):
 
     def __init__(self, error: VlmServeError) -> None:
         self.error = error
+
+
+def _refusal(status: int, body: bytes) -> VlmServeError:
+    """Return the error of a replica that does not resume an answer."""
+    told = json.loads(body)["error"]
+    error = VlmServeError(told["message"], param=told.get("param"), code=told.get("code"))
+    error.status, error.type = status, told["type"]
+    return error
 
 
 def _broken(error: Exception) -> VlmServeError:
@@ -293,8 +301,8 @@ class AnswerProgress:
         """Return the event that ends a broken stream; None if the answer is not a stream."""
         if not self._streams:
             return None
-        head = "event: error\n" if is_anthropic(scope) else ""
-        return f"{head}data: {json.dumps(envelope_for(scope, error))}\n\n".encode()
+        body = error_event(scope, error)
+        return event(body, body.get("type"))
 
 
 def for_client(message: Message) -> Message:

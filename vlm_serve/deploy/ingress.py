@@ -60,11 +60,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     )
     assert isinstance(deploy, DeployConfig)
     assert isinstance(server, ServerConfig) and isinstance(engine, EngineConfig)
-    check(deploy, server, engine)
+    server = check(deploy, server, engine)
     read_tenant_keys(server.tenant_keys)
     setup = ReplicaSetup(
         model, engine, server, server.served_model_name or (model,), int(time.time())
     )
+    named_adapters(engine, setup.names)
     gateways: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="front",  # as KubeRay users know it

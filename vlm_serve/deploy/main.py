@@ -55,8 +55,9 @@ def deploy(
     Raises ConfigError or EngineError if it cannot start.
     """
     begin_process(config)
-    check(options, config, engine_config)
+    config = check(options, config, engine_config)
     read_tenant_keys(config.tenant_keys)  # fails early, as a taken port does
+    named_adapters(engine_config, config.served_model_name or (model,))
     if find_spec("ray") is None:
         raise ConfigError(
             f"deploy needs the extra `ray`: {install_command('ray')}", param="replicas"

@@ -184,7 +184,8 @@ class Engine:
         check_request(prompt, params, self.spec, self.max_model_len)
         check_forced(forced, params.n, self.spec.vocab_size)
         if grammar is None and params.structured_outputs is not None:
-            after = self._before_answer(prompt)
+            marked = self.preprocessor.template_traits.thinking.marked
+            after = self.before_grammar(prompt, None, splits=marked)
             grammar = self.grammars.compile(params.structured_outputs, after, prompt.keys.root)
         encode = self.preprocessor.tokenizer.encode_plain
         prediction = encode(params.prediction) if "suffix" in self.config.speculative else ()
@@ -245,11 +246,18 @@ class Engine:
     def _thought_of(self, prompt: Prompt) -> Thought:
         return Thought(begins_in_thought(self.text_of(prompt), continued=True), quiet=False)
 
-    def _before_answer(self, prompt: Prompt) -> bytes:
-        """Return the end of an open thought; b"": none is open."""
-        marked = self.preprocessor.template_traits.thinking.marked
-        opened = marked and leaves_thought_open(self.text_of(prompt))
-        return THINK_END.encode() if opened else b""
+    def before_grammar(self, prompt: Prompt, thought: Thought | None, *, splits: bool) -> bytes:
+        """Return the text behind which a grammar applies; b"": it applies from the answer's start.
+
+        Args:
+            thought: of the answer; None: it is not known whether the prompt leaves one open.
+            splits: thoughts are split off, so the prompt is searched for one.
+        """
+        opened = splits and leaves_thought_open(self.text_of(prompt))
+        if thought is not None:
+            opened = thought.opened
+        mark = THINK_END + self.preprocessor.template_traits.separator
+        return mark.encode() if opened else b""
 
     def text_of(self, prompt: Prompt) -> str:
         """Return the prompt's text, decoded if it came as tokens."""

@@ -67,7 +67,7 @@ class GrammarCompiler:
         self._process = CompileProcess(self._tokens, seconds)
 
     def compile(self, form: StructuredOutputs, after: bytes = b"", owner: bytes = b"") -> Grammar:
-        """Compile a form into a grammar that applies after the bytes `after`.
+        """Compile a form into a grammar that applies behind the bytes `after`, see `Grammar`.
 
         Grammars of different owners are compiled and kept apart: how long one takes would tell
         whether somebody else has used it.

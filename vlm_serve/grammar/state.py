@@ -89,7 +89,8 @@ class Grammar:
 
     Attributes:
         compiled: immutable, shared between requests.
-        after: the grammar applies after these bytes of the answer; b"": from its start.
+        after: the grammar applies after these bytes of the answer; b"": from its start. White space
+            at their end is enforced too.
         follow_time: time spent on matching so far.
     """
 
@@ -108,6 +109,7 @@ class GrammarState:
 
     Attributes:
         waiting: the grammar's start has not been reached.
+        forced: tokens of the white space before the grammar; they come next, one by one.
         finished: the answer has ended, or a token did not match.
     """
 
@@ -118,7 +120,9 @@ class GrammarState:
         self._counter = grammar.compiled.counter
         self._matcher, self._lexer = grammar.compiled.matcher()
         self._ends = grammar.compiled.library.ends
-        self._after = grammar.after
+        self._mark = grammar.after.rstrip()
+        self._space = grammar.after[len(self._mark) :]
+        self.forced: tuple[int, ...] = ()
         self._time = grammar.follow_time
         self._token_bytes = token_bytes
         self._tail = b""
@@ -156,7 +160,7 @@ class GrammarState:
         The time of a mask made after such a token is charged only once that token is accepted for
         good.
         """
-        before = (self.waiting, self.finished, self._tail)
+        before = (self.waiting, self.finished, self._tail, self.forced)
         kept = len(self._steps)
         self._uncharged.clear()
         self._ahead = True
@@ -164,7 +168,7 @@ class GrammarState:
             yield
         finally:
             self._ahead = False
-            self.waiting, self.finished, self._tail = before
+            self.waiting, self.finished, self._tail, self.forced = before
             count = sum(len(tokens) for tokens, _ in self._steps[kept:])
             del self._steps[kept:]
             if count:
@@ -181,21 +185,27 @@ class GrammarState:
     def _follow(self, token: int) -> None:
         if self.waiting:
             self._find_start(self._token_bytes(token))
+        elif self.forced:
+            self.forced = self.forced[1:]
         elif token in self._ends or not self._consume([token]):
             self.finished = True  # no token matches if, e.g., the model computes NaN
 
     def _find_start(self, data: bytes) -> None:
         tail = self._tail + data
-        at = tail.find(self._after)
+        at = tail.find(self._mark)
         if at < 0:
-            self._tail = tail[1 - len(self._after) :] if len(self._after) > 1 else b""
+            self._tail = tail[1 - len(self._mark) :] if len(self._mark) > 1 else b""
             return
         self.waiting, self._tail = False, b""
-        rest = tail[at + len(self._after) :]
-        # A token may extend past the marker: whitespace there belongs to neither side.
-        tokens = self._compiled.library.tokenizer.tokenize_bytes(rest) if rest else []
-        if not self._consume(tokens) and rest.strip():
+        # A token may extend past the marker. Other white space there belongs to neither side.
+        rest = tail[at + len(self._mark) :]
+        if self._space.startswith(rest):
+            self.forced = tuple(self._tokens(self._space[len(rest) :]))
+        elif not self._consume(self._tokens(rest.removeprefix(self._space))) and rest.strip():
             self.finished = True
+
+    def _tokens(self, text: bytes) -> list[int]:
+        return list(self._compiled.library.tokenizer.tokenize_bytes(text)) if text else []
 
     def _consume(self, tokens: list[int]) -> bool:
         """Advance by tokens, as one step; return False if they do not match."""
@@ -258,11 +268,14 @@ class GrammarState:
 
     def _fill_words(self) -> None:
         """Write the packed mask of the allowed tokens."""
-        if self._matcher.is_stopped():
+        bits = self._words.view(np.uint8)
+        if self.forced or self._matcher.is_stopped():
             self._words[:] = 0
         else:
             self._with_lexers(self._computes_mask)
-        bits = self._words.view(np.uint8)
+        for token in self.forced[:1]:
+            bits[token // 8] = 1 << token % 8
+            return
         if self._counter is not None:
             self._counter.narrow(self._steps[-1][1], bits)
         # The library knows one end alone.

@@ -19,7 +19,7 @@ from vlm_serve.pipeline.inputs import returned
 from vlm_serve.pipeline.output import Collector, Output, TextForm, split_delta
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.pieces import ReasoningParser, before_grammar, thought_behind
+from vlm_serve.server.answers.pieces import ReasoningParser, thought_behind
 
 _T = TypeVar("_T")
 FormOf = Callable[[Prompt], TextForm]
@@ -196,8 +196,8 @@ class Requests:
     ) -> str:
         engine, params, grammar = self._engine, job.params, None
         if params.structured_outputs is not None:
-            text = partial(engine.text_of, prompt)
-            after = before_grammar(form.thought, self._reasoning, text)
+            splits = self._reasoning != "none"
+            after = engine.before_grammar(prompt, form.thought, splits=splits)
             grammar = engine.grammars.compile(params.structured_outputs, after, prompt.keys.root)
         return engine.submit(
             prompt,

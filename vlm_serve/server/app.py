@@ -186,8 +186,8 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         (f"{MESSAGES_PATH}/count_tokens", count_message_tokens, MessagesPrompt, CountedTokens),
         ("/inference/v1/generate", generate, GenerateRequest, Generated),
         ("/v1/embeddings", embeddings, EmbeddingsRequest, Embeddings),
-        ("/v1/rerank", rerank, RerankRequest, Reranked),
-        ("/v1/score", score, ScoreRequest, Scores),
+        *((path + "/rerank", rerank, RerankRequest, Reranked) for path in ("/v1", "", "/v2")),
+        *((path + "/score", score, ScoreRequest, Scores) for path in ("/v1", "")),
         ("/classify", classify, ClassifyRequest, Labels),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
@@ -202,7 +202,9 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         can_stream = "stream" in body.model_fields and answer not in whole
         streams = {"content": EVENT_STREAM} if can_stream else {}
         errors = MESSAGES_ERRORS if path.startswith(MESSAGES_PATH) else ERRORS
-        settings = {"described": app.body_of(body), "operation_id": handler.__name__}
+        alias = handler in (rerank, score) and not path.startswith("/v1/")
+        operation = handler.__name__ + path.replace("/", "_") * alias
+        settings = {"described": app.body_of(body), "operation_id": operation}
         yield "POST", path, handler, {200: {"model": answer, **streams}, **errors}, settings
 
 

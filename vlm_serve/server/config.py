@@ -128,9 +128,9 @@ class ServerConfig:
     max_body_size: int | str = _limits(64 << 20, "maximum size of a request body", low=1)
     response_store: int | str | None = _limits(
         None,
-        "memory per API key for answers that /v1/responses keeps for later turns",
-        low=1,
-        default_text="none: no answer is kept",
+        "memory per API key for answers that /v1/responses keeps for later turns; 0: none is kept",
+        low=0,
+        default_text="64MiB; 0 with several replicas",
     )
     response_store_ttl: float = _limits(
         86_400.0, "seconds that /v1/responses keeps an answer", low=0.001, metavar="SECONDS"
@@ -171,6 +171,13 @@ class ServerConfig:
     )
     request_timeout: float | None = _limits(
         None, "seconds until a request is aborted with an error", low=0.001, metavar="SECONDS"
+    )
+    stream_silence: float = _limits(
+        5.0,
+        "seconds of silence, in the queue or while a prompt is computed, after which a stream gets "
+        "its status and a comment (/v1/messages: a ping), again and again; 0: never",
+        low=0.0,
+        metavar="SECONDS",
     )
     preprocess_threads: int = _limits(
         4, "threads that render chat templates and tokenize", low=1, high=256
@@ -214,6 +221,11 @@ class ServerConfig:
                 if path and not _ROOT.fullmatch(path)
             ]
         )
+
+    @property
+    def response_store_bytes(self) -> int:
+        assert not isinstance(self.response_store, str)
+        return 64 << 20 if self.response_store is None else self.response_store
 
     @property
     def max_body_bytes(self) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.features.adapters.options import named_adapters
 from vlm_serve.engine.start.build import device_of
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import ConfigError
@@ -65,6 +66,8 @@ def serve(
     Raises:
         ConfigError, CheckpointError: the server cannot start; nothing listens.
     """
+    names = config.served_model_name or (model,)
+    named_adapters(engine_config, names)  # fail before anything is changed
     if device_of(engine_config.device).type == "cpu":
         retain_freed_memory()  # before the first other thread, which would begin a second heap
     begin_process(config)
@@ -77,7 +80,6 @@ def serve(
     except BaseException:
         close_listener(bound)
         raise
-    names = config.served_model_name or (model,)
     if is_open_to_all(config):
         _log.warning("%s", OPEN_TO_ALL)
     for sentence in absent_folders(engine_config, config):
@@ -148,9 +150,8 @@ def startup_rows(
     form = form_of(parser, parts.preprocessor.template_traits.tool_form)
     yield "tool calls", parser if parser == "none" else form
     yield "reasoning", reasoning_form(config.reasoning_parser, parts.preprocessor.template_traits)
-    if config.response_store is not None:
-        assert isinstance(config.response_store, int)
-        kept = f"{format_size(config.response_store)} per API key"
+    if config.response_store_bytes:
+        kept = f"{format_size(config.response_store_bytes)} per API key"
         yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"
     if config.batch_store is not None:
         assert isinstance(config.batch_store, int)

@@ -15,6 +15,10 @@ from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.http.auth import Owner
 
 Item = dict[str, Any]
+MAX_RESPONSES = 4096
+"""Of one key: an unknown item is searched for in all of them."""
+ALL_KEYS = 4
+"""The responses of all keys together may be so many times as large as those of one."""
 RECORD_BYTES = 1200
 """Memory of a stored response beside its turn: ids, holders and the timer of its end."""
 
@@ -29,6 +33,7 @@ class Turn:
         answer: the response's body, with its output items.
         num_bytes: memory of the items and the answer.
         holders: number of stored responses and turns that refer to this one.
+        name: id of its stored response, if any.
     """
 
     parent: Turn | None
@@ -36,6 +41,7 @@ class Turn:
     answer: dict[str, Any]
     num_bytes: int
     holders: int = 0
+    name: str | None = None
 
     def past(self) -> list[Item]:
         """Return the input items of the answer, the oldest first."""
@@ -92,7 +98,8 @@ class ResponseStore:
     `find_items` are thread-safe.
 
     Args:
-        max_bytes: limit for all responses of one key; the newest answer may exceed it.
+        max_bytes: limit for all responses of one key, of all keys `ALL_KEYS` times as much; the
+            newest answer may exceed it.
         ttl: seconds that a response is kept.
     """
 
@@ -119,7 +126,12 @@ class ResponseStore:
         return stored.turn if stored and stored.salt == owner.salt else None
 
     def find_items(self, owner: Owner, wanted: Collection[str]) -> dict[str, Item]:
-        """Return the items of these ids in an owner's stored conversations, the newest first."""
+        """Return the items of these ids in an owner's stored conversations, the newest first.
+
+        Without a key or salt an id is the only secret. Clients may have chosen those of their own
+        items, so then only items of answers are found.
+        """
+        alone = bool(owner.key or owner.salt)
         account, matches = self._accounts.get(owner.key), dict[str, Item]()
         seen: set[Turn] = set()
         # `list` copies the entries at once, while the event loop may change them.
@@ -130,7 +142,7 @@ class ResponseStore:
                 if turn in seen or len(matches) == len(wanted):
                     break
                 seen.add(turn)
-                for item in (*turn.answer["output"], *turn.given):
+                for item in (*turn.answer["output"], *(turn.given if alone else ())):
                     if item.get("id") in wanted:
                         matches.setdefault(item["id"], item)
         return matches
@@ -138,21 +150,31 @@ class ResponseStore:
     def put(self, owner: Owner, response_id: str, turn: Turn) -> None:
         """Store a response.
 
-        The key's oldest responses whose memory no later turn holds are dropped for it. It is kept
-        itself, since its client has been told so, even if its answer exceeds the limit.
+        The key's oldest responses whose memory no later turn holds are dropped for it, then those
+        of the keys with the most. It is kept itself, since its client has been told so, even if its
+        answer exceeds the limit.
         """
         expiry = asyncio.get_running_loop().call_later(self._ttl, self.delete, owner, response_id)
         account = self._accounts.setdefault(owner.key, _Account())
         account.responses[response_id] = _Stored(owner.salt, turn, expiry)
+        turn.name = response_id
         account.hold(turn)
-        ids = {stored.turn: key for key, stored in account.responses.items()}
-        for oldest in list(ids) if account.num_bytes > self.max_bytes else ():
-            freed: Turn | None = oldest
-            while freed in ids and freed is not turn and freed.holders == 1:
-                if account.num_bytes <= self.max_bytes:
+        self._shrink(account, self.max_bytes, turn)
+        accounts = sorted(self._accounts.values(), key=lambda each: -each.num_bytes)
+        for each in accounts:
+            excess = sum(each.num_bytes for each in accounts) - ALL_KEYS * self.max_bytes
+            self._shrink(each, each.num_bytes - max(excess, 0), turn)
+
+    def _shrink(self, account: _Account, limit: int, turn: Turn) -> None:
+        """Drop an account's oldest responses down to the limit, but not this turn."""
+        for stored in list(account.responses.values()):
+            freed: Turn | None = stored.turn
+            while freed and freed.name and freed is not turn and freed.holders == 1:
+                if account.num_bytes <= limit and len(account.responses) <= MAX_RESPONSES:
                     return
-                self._drop(account, ids.pop(freed))
-                freed = next((each for each in _line(freed.parent) if each in ids), None)
+                parent = freed.parent
+                self._drop(account, freed.name)
+                freed = next((each for each in _line(parent) if each.name), None)
 
     def delete(self, owner: Owner, response_id: str) -> bool:
         """Delete a response, except for turns that later ones continue.
@@ -174,13 +196,14 @@ class ResponseStore:
     @staticmethod
     def _drop(account: _Account, response_id: str) -> None:
         stored = account.responses.pop(response_id)
+        stored.turn.name = None
         stored.expiry.cancel()
         account.release(stored.turn)
 
 
 def new_response_id(attempt: Attempt | None = None) -> str:
     """Return an id of 128 random bits; an attempt derives them from its seed."""
-    return f"resp_{new_token(attempt, 'response', size=16)}"
+    return f"resp_{new_token(attempt, 'response')}"
 
 
 def memory_of(value: Any) -> int:

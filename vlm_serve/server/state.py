@@ -52,11 +52,10 @@ class ServerState:
         memory: RequestMemory,
     ) -> None:
         assert model_names
-        size = config.response_store
-        assert not isinstance(size, str)
+        size = config.response_store_bytes
         self.model_names = model_names
         self.created = int(time.time())
-        self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
+        self.responses = ResponseStore(size, config.response_store_ttl) if size else None
         self.metrics = Metrics(model_names[0], engine, memory)
         self.tracer: RequestTracer | None = None
         self.first_token_seconds, self.inter_token_seconds = LatencyWindow(), LatencyWindow()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import queue
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,10 @@ def test_a_thought_that_the_answer_opens_is_counted_from_there() -> None:
 def test_the_end_may_lie_in_several_tokens_or_inside_one() -> None:
     thought = state(budget=9)
     assert [thought.accept(token) for token in (A, LESS, END, A)] == [1, 1, 7, 0]
+    thought = state(budget=9)
+    assert [thought.accept(token) for token in (CLOSE, LINE, LINE, A, LINE)] == [8, 1, 1, 0, 0]
+    thought = state(budget=9, calls=True)
+    assert [thought.accept(token) for token in (CALL, LINE)] == [11, 0], "a call's own line break"
     thought = state(budget=9)
     assert [thought.accept(token) for token in (A, MIXED, A)] == [1, len("x</think>"), 0]
 
@@ -151,6 +156,35 @@ def test_a_budget_that_is_not_reached_changes_nothing(pipeline: Pipeline) -> Non
     params = SamplingParams(max_tokens=30, temperature=0.0, thinking_token_budget=100)
     plain = SamplingParams(max_tokens=30, temperature=0.0)
     assert ask(pipeline, [params])[0].token_ids == ask(pipeline, [plain])[0].token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_line_breaks_of_the_template_stand_before_a_form_and_stop_nothing(
+    pipeline: Pipeline, kind: str
+) -> None:
+    """Also where the other rules forbid them."""
+    encode = pipeline.engine.preprocessor.tokenizer.encode
+    breaks, end = encode("\n\n"), encode("</think>")[0]
+    given = [
+        SamplingParams(
+            max_tokens=60, seed=3, thinking_token_budget=7, **KINDS[kind],
+            structured_outputs=StructuredOutputs(choice=("yes", "no")),
+            stop=("\n\n", "\n"),
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for output in ask(pipeline, given):
+        for choice in output.choices:
+            assert choice.text in ("yes", "no")
+            at = choice.token_ids.index(end) + 1
+            assert choice.token_ids[at : at + len(breaks)] == breaks
+
+
+def test_stop_strings_begin_with_the_answer(pipeline: Pipeline) -> None:
+    given = SamplingParams(max_tokens=60, temperature=0.0, thinking_token_budget=5)
+    plain = ask(pipeline, [given])[0]
+    stopped = ask(pipeline, [dataclasses.replace(given, stop=("\n\n", "\n"))])[0]
+    assert plain.text and stopped.text == plain.text.split("\n")[0]
 
 
 def test_a_grammar_begins_behind_a_closed_thought(pipeline: Pipeline) -> None:

@@ -90,3 +90,33 @@ def test_defaults_are_variables_that_a_request_may_replace() -> None:
     messages = [{"role": "user", "content": "hi "}]
     assert template.render(messages) == "hi calm"
     assert template.render(messages, kwargs={"tone": "bold"}) == "hi bold"
+
+
+THOUGHT = "<think>{{ m.reasoning_content }}</think>"
+CALLED = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "separator"),
+    [
+        (THOUGHT + "{{ '\\n\\n' }}{{ m.content or '' }}" + CALLED, "\n\n"),
+        (THOUGHT + "{{ '\\n' if m.tool_calls else '\\n\\n' }}{{ m.content or '' }}" + CALLED, "\n"),
+        (THOUGHT + "{{ m.content or '' }}" + CALLED, ""),
+        ("{{ m.content or '' }}" + CALLED, ""),
+    ],
+    ids=["line breaks", "fewer before calls", "nothing", "thoughts are not shown"],
+)
+def test_what_stands_behind_a_thought_is_rendered_once(answer: str, separator: str) -> None:
+    asked = "{% if m.role == 'assistant' %}" + answer + "{% else %}{{ m.content }}{% endif %}"
+    template = ChatTemplate("{% for m in messages %}" + asked + "|{% endfor %}")
+    assert template.traits.separator == separator
+
+
+def test_an_empty_thought_of_a_generation_prompt_shows_what_stands_behind_it() -> None:
+    template = ChatTemplate(ASK + "{% if not enable_thinking %}<think></think>\n{% endif %}")
+    assert template.traits.separator == "\n"
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen36", "qwen38"])
+def test_published_templates_write_an_empty_line_behind_thoughts(name: str) -> None:
+    assert published(name).traits.separator == "\n\n"

@@ -14,7 +14,6 @@ from vlm_serve.preprocess.text.template import TemplateTraits
     ("path", "field", "value", "instead"),
     [
         ("/v1/chat/completions", "guided_json", {}, "structured_outputs"),
-        ("/v1/chat/completions", "functions", [{"name": "x"}], "tools"),
         ("/v1/responses", "max_tokens", 5, "max_output_tokens"),
         ("/v1/responses", "max_completion_tokens", 5, "max_output_tokens"),
         ("/v1/messages", "max_completion_tokens", 5, "max_tokens"),
@@ -41,7 +40,6 @@ def test_a_refused_field_names_its_like(
         ("/v1/v1/responses", "/v1/responses"),
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/completions/", "/v1/completions"),
-        ("/v1/moderations", None),
         ("/v2/chat/completions", None),
     ],
 )
@@ -50,6 +48,41 @@ def test_a_wrong_base_url_is_recognised(fake: RunningServer, path: str, meant: s
     hint = f": did you mean {meant}?" if meant else ""
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == f"there is no such route{hint}"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/audio/transcriptions", "no audio"), ("/v1/audio/speech", "no audio"),
+        ("/v1/images/generations", "no pictures"), ("/v1/moderations", "no model for moderation"),
+        ("/v1/responses/compact", "no such route"), ("/v1/models/compact", "no such route"),
+        ("/v1/responses/resp_1/cancel", "no such route"), ("/v1/audiobooks", "no such route"),
+    ],
+)  # fmt: skip
+def test_routes_of_other_models_and_of_other_servers_are_named(
+    fake: RunningServer, path: str, said: str
+) -> None:
+    answer = fake.post(path, {})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert said in message and message.startswith("there is no such route")
+    assert len(message) < 30 or said != "no such route"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}},
+     {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,aGk="}}],
+)  # fmt: skip
+def test_audio_is_named_as_what_the_server_does_not_hear(
+    fake: RunningServer, part: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": [part]}]
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        answer = fake.post(path, {field: messages})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == f"{field}[0].content[0].type" and "audio" in error["message"]
 
 
 def test_a_route_names_its_methods(fake: RunningServer) -> None:

@@ -21,7 +21,15 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.server.failover.attempt import ATTEMPT, TOKENS, Attempt, Delivery, merged, new_token
+from vlm_serve.server.failover.attempt import (
+    ATTEMPT,
+    PING,
+    TOKENS,
+    Attempt,
+    Delivery,
+    merged,
+    new_token,
+)
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -143,6 +151,25 @@ def test_a_report_says_that_the_answer_was_resumed(pair: Pair) -> None:
     covered = [index for index, message in enumerate(case.messages) if TOKENS in message]
     rest = bytes_of(resumed(pair, case.messages[: covered[-1] + 1], case.attempt))
     assert bytes_of(case.messages[: covered[-1] + 1]) + rest == whole
+
+
+def test_a_silence_is_broken_on_both_replicas(checkpoint: Path) -> None:
+    """A replica that is lost before its first token, or later, leaves no trace but comments."""
+    pair = Pair(checkpoint)
+    try:
+        for replica in (pair.first, pair.second):
+            object.__setattr__(replica.service.config, "stream_silence", 0.0001)
+        whole = pair.runner.run(undisturbed(pair.first, ASKED, 3))
+        pings = [at for at, message in enumerate(whole.messages) if message.get(PING)]
+        assert pings[0] == 1, "behind the status, before any token"
+        body = bytes_of([message for message in whole.messages if not message.get(PING)])
+        for broken in (2, pings[-1] + 1, len(whole.messages) // 2):
+            rest = resumed(pair, whole.messages[:broken], whole.attempt)
+            told = [*whole.messages[:broken], *rest]
+            told = [message for message in told if not message.get(PING)]
+            assert bytes_of(told).replace(b',"resumed":1', b"") == body
+    finally:
+        pair.close()
 
 
 def test_messages_say_which_tokens_they_cover(pair: Pair) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -128,3 +130,112 @@ def test_a_deadline_ends_a_request(tokenizer: Tokenizer, stage: str, stream: boo
         wait_for(lambda: not engine.requests and server.service.requests.num_open == 0)
         gate.set()
         wait_for(lambda: server.chat().status_code == 200)  # a busy machine may need several
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+STREAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": ({"messages": MESSAGES}, ": waiting\n\n"),
+    "/v1/completions": ({"prompt": "hi"}, ": waiting\n\n"),
+    "/v1/responses": ({"input": "hi"}, ": waiting\n\n"),
+    "/v1/messages": (
+        {"messages": MESSAGES, "max_tokens": 9},
+        'event: ping\ndata: {"type":"ping"}\n\n',
+    ),
+    "/inference/v1/generate": ({"token_ids": [5], "sampling_params": {}}, ": waiting\n\n"),
+}
+
+
+@pytest.fixture
+def soon(tokenizer: Tokenizer) -> Iterator[RunningServer]:
+    """A server that breaks every silence after a moment."""
+    with running(FakeEngine(tokenizer), ServerConfig(port=0, stream_silence=0.02)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_silent_stream_has_its_status_and_is_told_to_wait(
+    soon: RunningServer, path: str, fails: bool
+) -> None:
+    """An error after that is an event of the API; the answer is as without a silence."""
+    fields, ping = STREAMS[path]
+    body = fields | {"stream": True, "unheard_of": 1}
+    soon.engine.gate.clear()
+    if fails:
+        soon.engine.fail_after, soon.engine.failure = 0, EngineError("the step failed")
+    text = ""
+    with soon.client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["x-vlm-serve-ignored-fields"] == "unheard_of"
+        for piece in response.iter_text():
+            text += piece
+            if text.count(ping) >= 3:
+                soon.engine.gate.set()
+    rest = text.replace(ping, "")
+    assert text.startswith(3 * ping) and rest.startswith(("data: {", "event: "))
+    if not fails:
+        assert "step failed" not in rest and len(rest.split("\n\n")) > 3
+    elif path in ("/v1/messages", "/v1/responses"):
+        head, data = rest.removesuffix("\n\n").split("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert head == "event: error" and told["type"] == "error"
+        assert told.get("error", told)["message"] == "the step failed"
+    else:
+        error, done = rest.removesuffix("\n\n").split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the step failed"
+        assert done == "data: [DONE]"
+
+
+def test_a_silence_in_the_middle_of_a_stream_is_broken_too(soon: RunningServer) -> None:
+    soon.engine.pause_after = 2
+    text, chunks = "", 0
+    body = chat_body("hi", stream=True)
+    with soon.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for piece in response.iter_text():
+            text += piece
+            if text.count(": waiting") >= 2:
+                soon.engine.gate.set()
+    chunks = text.count("data: ")
+    assert chunks > 3 and "data: {" in text.rpartition(": waiting\n\n")[2]
+
+
+def test_clients_that_leave_in_a_silence_are_forgotten(soon: RunningServer) -> None:
+    for gate in (soon.engine.gate, soon.engine.preprocessor.gate):
+        gate.clear()
+        body = chat_body("hi", stream=True)
+        with soon.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert next(response.iter_text()).startswith(": waiting")
+        gate.set()
+        wait_for(lambda: soon.service.requests.num_open == 0 and not soon.engine.requests)
+
+
+@pytest.mark.sweep
+def test_a_silence_may_be_unlimited_and_whole_answers_have_none(tokenizer: Tokenizer) -> None:
+    for seconds, stream in ((0.0, True), (0.01, False)):
+        engine = FakeEngine(tokenizer)
+        with running(engine, ServerConfig(port=0, stream_silence=seconds)) as server:
+            engine.gate.clear()
+            threading.Timer(0.2, engine.gate.set).start()
+            assert ": waiting" not in server.chat(stream=stream).text
+
+
+@pytest.mark.sweep
+def test_openais_and_anthropics_clients_wait(soon: RunningServer) -> None:
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    client = openai.OpenAI(base_url=f"{soon.url}/v1", api_key="none")
+    other = anthropic.Anthropic(base_url=soon.url, api_key="none")
+    for _ in range(2):
+        soon.engine.gate.clear()
+        threading.Timer(0.2, soon.engine.gate.set).start()
+        made = client.chat.completions.create(model="test-model", messages=MESSAGES, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in made) == "Hello, world!"
+    soon.engine.gate.clear()
+    threading.Timer(0.2, soon.engine.gate.set).start()
+    with client.responses.stream(model="test-model", input="hi") as events:
+        assert events.get_final_response().output_text == "Hello, world!"
+    soon.engine.gate.clear()
+    threading.Timer(0.2, soon.engine.gate.set).start()
+    with other.messages.stream(model="test-model", messages=MESSAGES, max_tokens=9) as events:
+        assert events.get_final_text()
+    client.close()
+    other.close()

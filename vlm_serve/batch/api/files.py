@@ -22,6 +22,7 @@ from vlm_serve.batch.file_store import Draft, FileStore, StoredFile, in_thread
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.api.shared.listing import page_of
 from vlm_serve.server.http.auth import Owner
+from vlm_serve.server.http.body import is_packed
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.errors import DrainingError, MediaTypeError
 from vlm_serve.server.http.multipart import FormPart, FormReader, boundary_of
@@ -185,6 +186,7 @@ async def create_file(served: ServedBatches, request: Request) -> Response:
     refuse_foreign_scripts(request.scope, served.service.config)
     if served.service.requests.draining:
         raise DrainingError("the server is shutting down", code="shutting_down")
+    is_packed(request)
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise MediaTypeError(

@@ -33,7 +33,7 @@ class Thought:
 
 
 class ThoughtState:
-    """Where one choice stands: before, inside or behind its thought.
+    """Where one choice stands: before, inside or behind its thought, or in white space behind it.
 
     Args:
         thought: how the answer may think.
@@ -54,7 +54,7 @@ class ThoughtState:
         self._token_bytes = token_bytes
         self._budget, self._closing = budget, tuple(closing)
         self._ends = (THINK_END.encode(), *((TOOL_START.encode(),) if thought.calls else ()))
-        self._place: Literal["before", "inside", "behind"] = (
+        self._place: Literal["before", "inside", "space", "behind"] = (
             "inside" if thought.opened else "before"
         )
         self._count = 0
@@ -68,10 +68,15 @@ class ThoughtState:
         return self._closing[self._count - self._budget]
 
     def accept(self, token: int) -> int:
-        """Advance by a token; return how many of its bytes the thought has, its mark included."""
+        """Advance by a token; return how many of its bytes the thought has.
+
+        Its mark and the white space behind that count too: they are no part of the answer.
+        """
         if self._place == "behind":
             return 0
         data = self._token_bytes(token)
+        if self._place == "space":
+            return self._skip(data)
         if self._place == "inside":
             self._count += 1
             return self._think(data)
@@ -94,8 +99,15 @@ class ThoughtState:
             self._tail = text[1 - max(map(len, self._ends)) :]
             return len(data)
         at, end = min(places)
+        size = max(0, at + len(end) - len(self._tail))
         self._place = "behind"
-        return max(0, at + len(end) - len(self._tail))
+        return size + self._skip(data[size:]) if end == THINK_END.encode() else size
+
+    def _skip(self, data: bytes) -> int:
+        """Return how many white space bytes stand before the answer's text."""
+        rest = data.lstrip()
+        self._place = "behind" if rest else "space"
+        return len(data) - len(rest)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:

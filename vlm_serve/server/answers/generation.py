@@ -25,12 +25,7 @@ from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.identity.affinity import AffinityKey
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.pieces import (
-    ReasoningParser,
-    before_grammar,
-    reasoning_form,
-    thought_behind,
-)
+from vlm_serve.server.answers.pieces import ReasoningParser, reasoning_form, thought_behind
 from vlm_serve.server.answers.unread import MAX_UNREAD, UnreadDeltas
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.covering import AttemptPart
@@ -337,11 +332,8 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     form = task.params.structured_outputs
     if form is None:
         return None
-    after = before_grammar(
-        thought_of(task, prompt),
-        reasoning_parser_of(service),
-        partial(service.engine.text_of, prompt),
-    )
+    splits = reasoning_parser_of(service) != "none"
+    after = service.engine.before_grammar(prompt, thought_of(task, prompt), splits=splits)
     return await service.grammars.compile(form, after, prompt.keys.root, task.share)
 
 

@@ -5,14 +5,14 @@ The rules for both are the same for HTTP and Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.preprocess.text.family import THINK_END as THINK_END
 from vlm_serve.preprocess.text.family import THINK_START as THINK_START
-from vlm_serve.preprocess.text.family import begins_in_thought, leaves_thought_open
+from vlm_serve.preprocess.text.family import begins_in_thought
 from vlm_serve.preprocess.text.template import TemplateTraits
 
 TOOL_START = "<tool_call>"
@@ -103,20 +103,3 @@ def thought_behind(
     if form == "deepseek_r1" and not continued:
         opened = not prompt.rstrip().endswith(THINK_END)
     return Thought(opened, calls=calls)
-
-
-def before_grammar(
-    thought: Thought | None, form: ReasoningParser, prompt: Callable[[], str]
-) -> bytes:
-    """Return the text behind which a grammar applies; b"": it applies from the answer's start.
-
-    Args:
-        thought: of the answer; None: its reasoning is not split off.
-        form: how reasoning is split off behind a chat template.
-        prompt: returns the prompt's text, for a prompt of unknown origin.
-    """
-    if thought is not None:
-        opened = thought.opened
-    else:
-        opened = form != "none" and leaves_thought_open(prompt())
-    return THINK_END.encode() if opened else b""

@@ -33,6 +33,7 @@ from vlm_serve.server.api.shared.fields import (
     routed_experts_fields,
 )
 from vlm_serve.server.api.shared.logprobs import chat_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.shared.output_blocks import CustomInput, input_of
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.service import Service
@@ -82,7 +83,8 @@ class AssistantMessage(BaseModel):
     refusal: str | None = None
     reasoning: Optional[str] = None
     reasoning_content: Optional[str] = None
-    tool_calls: Optional[list[ToolCall]] = None
+    tool_calls: Optional[list[ToolCall | dict[str, Any]]] = None
+    function_call: Optional[FunctionCall] = None
 
 
 class ChatChoice(BaseModel):
@@ -125,6 +127,8 @@ class ChatChoiceState:
         self._top_logprobs = body.top_logprobs or 0 if body.logprobs else None
         self._keep_token_ids = bool(body.return_token_ids)
         self._attempt = attempt
+        self._old, self._custom = body.old_functions, body.custom_tools
+        self._inputs: dict[int, CustomInput] = {}
         self._started = False
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -144,7 +148,7 @@ class ChatChoiceState:
         pieces = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
             pieces += self._parser.finish(cut=delta.finish_reason == "length")
-        fields = self._take(pieces)
+        fields = self._take(pieces, final=delta.finish_reason is not None)
         logprobs = self._take_logprobs(delta)
         if self._keep_token_ids:
             self._token_ids += delta.token_ids
@@ -162,7 +166,7 @@ class ChatChoiceState:
     def _part(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": fields, "logprobs": None, "finish_reason": None}
 
-    def _take(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+    def _take(self, pieces: Iterable[Piece], *, final: bool) -> dict[str, Any]:
         """Keep the pieces, and return them as the fields of a stream's `delta`."""
         fields: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
@@ -180,15 +184,25 @@ class ChatChoiceState:
                 call = ToolCall(id=f"call_{token}", function=function)
                 self._calls.append(call)
                 calls[piece.call] = {"index": piece.call, **call.model_dump()}
+                if piece.text in self._custom:
+                    self._inputs[piece.call] = CustomInput()
             else:
                 self._calls[piece.call].function.arguments += piece.text
                 entry = calls.setdefault(
                     piece.call, {"index": piece.call, "function": {"arguments": ""}}
                 )
                 entry["function"]["arguments"] += piece.text
-        if calls:
-            fields["tool_calls"] = list(calls.values())
-        return fields
+        if self._old and calls:
+            return fields | {"function_call": calls[0]["function"]}
+        for index, taking in self._inputs.items():
+            part = calls.get(index, {"index": index, "function": {"arguments": ""}})
+            text = taking.grow(part["function"].pop("arguments"))
+            if final:
+                text += taking.rest(input_of(self._calls[index].function.arguments))
+            if text or index in calls:
+                kind = {"type": "custom"} if "id" in part else {}
+                calls[index] = part | kind | {"custom": part.pop("function") | {"input": text}}
+        return fields | {"tool_calls": [calls[at] for at in sorted(calls)]} if calls else fields
 
     def _take_logprobs(self, delta: Delta) -> list[TokenLogprob]:
         if self._top_logprobs is None or not delta.logprobs:
@@ -203,7 +217,8 @@ class ChatChoiceState:
         assert delta.finish_reason in ("stop", "length")
         whole = self._calls and not self._parser.unfinished
         called = delta.finish_reason == "stop" and whole
-        self._finish_reason = "tool_calls" if called else delta.finish_reason
+        of_call = "function_call" if self._old else "tool_calls"
+        self._finish_reason = of_call if called else delta.finish_reason
         self._stop_reason = delta.stop_reason
         part = self._part({})
         part["finish_reason"] = self._finish_reason
@@ -217,13 +232,19 @@ class ChatChoiceState:
         assert self._finish_reason, "the choice has not ended"
         reasoning = "".join(self._reasoning) or None
         content = "".join(self._content)
+        calls: list[Any] = list(self._calls)
+        for at in self._inputs:
+            given = calls[at].function
+            custom = {"name": given.name, "input": input_of(given.arguments)}
+            calls[at] = {"id": calls[at].id, "type": "custom", "custom": custom}
         return ChatChoice(
             index=self._index,
             message=AssistantMessage(
                 content=content or (None if reasoning or self._calls else ""),
                 reasoning=reasoning,
                 reasoning_content=reasoning,
-                tool_calls=self._calls or None,
+                tool_calls=None if self._old else calls or None,
+                function_call=self._calls[0].function if self._old and calls else None,
             ),
             logprobs=None if self._top_logprobs is None else ChatLogprobs(content=self._logprobs),
             finish_reason=self._finish_reason,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from vlm_serve.errors import FieldError, VlmServeError
+from vlm_serve.errors import FieldError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.text.template import TemplateTraits
@@ -30,7 +30,6 @@ from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     AnswerRequest,
     CacheReportBody,
-    ExactModel,
     Items,
     Optional,
     RequestModel,
@@ -53,7 +52,7 @@ from vlm_serve.server.api.shared.unknown_fields import (
     unimplemented_in,
 )
 from vlm_serve.server.http.auth import salt_of
-from vlm_serve.server.http.errors import messages_envelope, renamed_params
+from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 from vlm_serve.structured_outputs import StructuredOutputs
@@ -61,7 +60,6 @@ from vlm_serve.structured_outputs import StructuredOutputs
 MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "output_format": (),
 }
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -81,7 +79,7 @@ class MessagesTool(RequestModel):
     input_schema: Table[Any] | None = None
 
 
-class OutputConfig(ExactModel):
+class OutputConfig(RequestModel):
     effort: Effort | None = None
     format: Table[Any] | None = None
 
@@ -95,7 +93,9 @@ class MessagesPrompt(AnswerRequest):
     tool_choice: Table[Any] | None = None
     thinking: Table[Any] | None = None
     chat_template_kwargs: Table[Any] | None = None
+    context_management: Table[Any] | None = None
     output_config: OutputConfig | None = None
+    output_format: Table[Any] | None = None
 
     def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
@@ -106,7 +106,8 @@ class MessagesPrompt(AnswerRequest):
         output, thinking = self.output_config or OutputConfig(), None
         if self.thinking is not None:
             thinking = self.thinking.get("type") != "disabled"
-        conversation.default_kwargs(enable_thinking=thinking)
+        kept = self._keeps_thoughts(conversation, traits)
+        conversation.default_kwargs(enable_thinking=thinking, preserve_thinking=kept)
         conversation = set_variables(
             conversation,
             traits,
@@ -114,16 +115,38 @@ class MessagesPrompt(AnswerRequest):
             effort_name="output_config.effort",
             switched=False,
         )
+        conversation.ignored += [f"output_config.{name}" for name in output.model_extra or ()]
+        form = _form_of(output.format, "output_config.format")
+        form = form or _form_of(self.output_format, "output_format")
         with renamed_params(_NAMES):
             budget = (self.thinking or {}).get("budget_tokens")
             params = sampling_of(
                 "messages",
                 self,
-                structured_outputs=_form_of(output.format),
+                structured_outputs=form,
                 thinking_token_budget=budget,
             )
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
+
+    def _keeps_thoughts(self, conversation: Conversation, traits: TemplateTraits) -> bool | None:
+        """Return True if all thoughts of the history shall stay; None: the template decides.
+
+        Nothing else is done to a context, so it is named.
+        """
+        if self.context_management is None:
+            return None
+        edits = self.context_management.get("edits")
+        keeps = [
+            isinstance(edit, dict)
+            and str(edit.get("type")).startswith("clear_thinking_")
+            and edit.get("keep") in ("all", {"type": "all"})
+            for edit in (edits if isinstance(edits, list) else ())
+        ]
+        known = "preserve_thinking" in traits.variables and any(keeps)
+        if not known or not all(keeps):
+            conversation.ignored.append("context_management")
+        return known or None
 
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
@@ -138,12 +161,12 @@ class MessagesPrompt(AnswerRequest):
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
 
 
-def _form_of(form: dict[str, Any] | None) -> StructuredOutputs | None:
+def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | None:
     if form is None:
         return None
     if form.get("type") != "json_schema":
-        raise FieldError("output_config.format.type", "must be json_schema")
-    return json_schema_form(form, "output_config.format")
+        raise FieldError(f"{place}.type", "must be json_schema")
+    return json_schema_form(form, place)
 
 
 @with_sampling("messages")
@@ -216,7 +239,11 @@ class MessageStream(BlockStream):
         return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
 
     def closed(self, block: OutputBlock) -> list[Event]:
-        return [{"type": "content_block_stop", "index": block.index}]
+        stop = {"type": "content_block_stop", "index": block.index}
+        if block.kind != "reasoning":
+            return [stop]
+        delta = {"type": "signature_delta", "signature": block.token}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}, stop]
 
     def end(self) -> list[Event]:
         body = self.result()
@@ -225,9 +252,6 @@ class MessageStream(BlockStream):
         if body.cache_report is not None:
             last["cache_report"] = body.cache_report.model_dump()
         return [last, {"type": "message_stop"}]
-
-    def failed(self, error: VlmServeError) -> list[Event]:
-        return [messages_envelope(error, self._chat.task.request_id)]
 
     def result(self) -> MessageBody:
         body = self._body([_content(block) for block in self.blocks])
@@ -266,7 +290,9 @@ def _content(block: OutputBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        # Clients keep a thought only with a signature. Here any text is one, and none is checked.
+        signature = block.token if block.text else ""
+        return {"type": "thinking", "thinking": block.text, "signature": signature}
     # The token limit may have cut the call. Keep its complete part, as clients do with a stream.
     arguments = from_json(block.text or "{}", allow_partial=True)
     return {

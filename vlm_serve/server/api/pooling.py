@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -21,10 +21,11 @@ from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.text.pooled_prompts import embedding_messages, rerank_messages
+from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.shared.answer import AnswerStream, Event, ResponseSpec, respond
 from vlm_serve.server.api.shared.chat_request import ChatMessage
-from vlm_serve.server.api.shared.conversation import prepare, prepare_tokens
+from vlm_serve.server.api.shared.conversation import ParsedRequest, prepare_tokens
 from vlm_serve.server.api.shared.fields import (
     MAX_MESSAGES,
     AnswerRequest,
@@ -39,6 +40,7 @@ from vlm_serve.server.api.shared.fields import (
     cache_report_body,
 )
 from vlm_serve.server.api.shared.request_body import read_value
+from vlm_serve.server.api.shared.sampling import ToolChoice
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.body import validate
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
@@ -60,6 +62,16 @@ class PoolingRequest(AnswerRequest):
     user: str | None = None
     mm_processor_kwargs: Table[Any] | None = None
     media_io_kwargs: Table[Any] | None = None
+    truncate_prompt_tokens: Whole | None = None
+
+    def work(self, service: Service, conversation: Conversation, scope: KeyScope) -> Work:
+        """Return the work for the prompt of a conversation."""
+        parsed = ParsedRequest(conversation, self.params, ToolChoice("none", (), parallel=False))
+        return partial(parsed.prepare, service, scope)
+
+    @property
+    def params(self) -> SamplingParams:
+        return replace(ONE_TOKEN, truncate_prompt_tokens=self.truncate_prompt_tokens)
 
 
 class ClassifyRequest(PoolingRequest):
@@ -210,7 +222,7 @@ def embedding_work(
     if (body.input is None) == (body.messages is None):
         raise InvalidRequestError("give either input or messages", param="input")
     if body.messages is not None:
-        return [partial(prepare, service, read_conversation("chat", value), scope)]
+        return [body.work(service, read_conversation("chat", value), scope)]
     given = body.input
     assert given is not None
     inputs: Sequence[Any] = [given] if _is_one(given) else given
@@ -229,10 +241,11 @@ def _of_input(
     service: Service, body: PoolingRequest, given: str | list[int], scope: KeyScope
 ) -> Work:
     if not isinstance(given, str) or not isinstance(body, EmbeddingsRequest):
-        return partial(prepare_tokens, service, given, scope)
+        kept = body.params.kept_prompt_tokens(service.engine.max_model_len)
+        return partial(prepare_tokens, service, given, scope, kept)
     sentences, name = service.engine.preprocessor.sentences, body.prompt_name or body.input_type
     conversation = _conversation(body, embedding_messages(given, body.instruction, sentences, name))
-    return partial(prepare, service, conversation, scope)
+    return body.work(service, conversation, scope)
 
 
 def pair_work(
@@ -241,8 +254,7 @@ def pair_work(
     """Return the work for the prompt that judges a pair; it raises as `read_conversation`."""
     plain, asked = not service.engine.preprocessor.takes_media, content_of(query)
     messages = rerank_messages(asked, content_of(document), body.instruction, plain=plain)
-    conversation = _conversation(body, messages)
-    return partial(prepare, service, conversation, scope)
+    return body.work(service, _conversation(body, messages), scope)
 
 
 def _conversation(body: PoolingRequest, messages: list[dict[str, Any]]) -> Conversation:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+ID_BYTES = 16
+"""Random part of every id: without API keys it is all that protects a stored answer."""
 ATTEMPT = "vlm_serve.attempt"
 """Key of the ASGI scope."""
 
@@ -23,10 +25,11 @@ TOKENS = "vlm_serve.tokens"
 USAGE = "vlm_serve.usage"
 REPORT = "vlm_serve.cache_report"
 FAILURE = "vlm_serve.failure"
+PING = "vlm_serve.ping"
 """Keys of a replica's messages `http.response.body`; each is left out where it would be empty.
 
 TOKENS: {choice: [token ids covered by the message's bytes]}. USAGE, REPORT: of each prompt, so far.
-FAILURE: the message reports a failure.
+FAILURE: the message reports a failure. PING: it breaks a silence and is no part of the answer.
 """
 
 
@@ -36,7 +39,8 @@ class Attempt:
 
     Attributes:
         seed: 62 secret random bits for all draws; a request's own seed takes precedence.
-        request_id: with the seed it determines every id in the answer that the client did not give.
+        request_id: with the seed and the secret it determines every id in the answer that the
+            client did not give.
         created: Unix time in seconds for the answer.
         deadline: Unix time of the request's deadline; None: the replica's own limit applies.
         tokens: tokens delivered of each choice (prompt * n + choice).
@@ -45,6 +49,7 @@ class Attempt:
         resumed: number of earlier attempts.
         deaths: number of earlier attempts whose replica died; the others were moved in time.
         started: the response's status and headers have been delivered.
+        secret: further 128 random bits.
     """
 
     seed: int
@@ -58,23 +63,22 @@ class Attempt:
     resumed: int = 0
     deaths: int = 0
     started: bool = False
+    secret: bytes = field(default=b"", repr=False)
 
     @classmethod
     def first(cls, request_id: str, deadline: float | None = None) -> Attempt:
         """Make the first attempt to answer a request."""
-        return cls(secrets.randbits(62), request_id, int(time.time()), deadline)
+        secret = secrets.token_bytes(ID_BYTES)
+        return cls(secrets.randbits(62), request_id, int(time.time()), deadline, secret=secret)
 
-    def token(self, *place: object, size: int = 12) -> str:
+    def token(self, *place: object) -> str:
         """Return a hexadecimal id for a place in the answer, the same in every attempt.
 
-        It cannot be predicted without the seed.
-
-        Args:
-            size: bytes.
+        It cannot be predicted without the secret.
         """
         text = repr((self.request_id, *place)).encode()
-        key = self.seed.to_bytes(8, "little", signed=True)
-        return hashlib.blake2b(text, digest_size=size, key=key).hexdigest()
+        key = self.seed.to_bytes(8, "little", signed=True) + self.secret
+        return hashlib.blake2b(text, digest_size=ID_BYTES, key=key).hexdigest()
 
 
 def attempt_of(scope: Mapping[str, Any]) -> Attempt | None:
@@ -84,13 +88,17 @@ def attempt_of(scope: Mapping[str, Any]) -> Attempt | None:
     return attempt
 
 
-def new_token(attempt: Attempt | None, *place: object, size: int = 12) -> str:
+def new_token(attempt: Attempt | None, *place: object) -> str:
     """Return letters for an id, see `Attempt.token`; without an attempt they are random."""
-    return secrets.token_hex(size) if attempt is None else attempt.token(*place, size=size)
+    return secrets.token_hex(ID_BYTES) if attempt is None else attempt.token(*place)
 
 
 def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge consecutive messages `http.response.body`, at least one, into one."""
+    """Merge consecutive messages `http.response.body`, at least one, into one.
+
+    What only breaks a silence is left out beside others.
+    """
+    messages = [message for message in messages if not message.get(PING)] or messages[:1]
     tokens: dict[int, list[int]] = {}
     one: dict[str, Any] = {}
     for message in messages:
@@ -118,7 +126,7 @@ class Delivery:
     def passed(self, message: Mapping[str, Any]) -> None:
         """Record a message after it was passed on whole."""
         self._started = True
-        self._delivered += len(message.get("body", b""))
+        self._delivered += 0 if message.get(PING) else len(message.get("body", b""))
         for choice, ids in message.get(TOKENS, {}).items():
             self._tokens.setdefault(choice, []).extend(ids)
         self._usage = message.get(USAGE, self._usage)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm_serve.errors import OverloadedError, VlmServeError
-from vlm_serve.server.failover.attempt import FAILURE, Attempt, attempt_of
+from vlm_serve.server.failover.attempt import FAILURE, PING, Attempt, attempt_of
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _SkipDelivered:
                 self._left = 0
             elif self._attempt.started or self._attempt.delivered:
                 return
-        elif message["type"] == "http.response.body" and self._left:
+        elif message["type"] == "http.response.body" and self._left and not message.get(PING):
             if message.get(FAILURE):
                 self._left = 0
             message = self._rest_of(message)

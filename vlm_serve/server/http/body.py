@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import zlib
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,8 +19,9 @@ from pydantic_core import from_json
 from starlette.types import Message, Receive
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.http.errors import BodyTooLargeError
-from vlm_serve.server.http.request_memory import BodyCost
+from vlm_serve.preprocess.reading.values import short_repr, without_halves
+from vlm_serve.server.http.errors import BodyTooLargeError, MediaTypeError
+from vlm_serve.server.http.request_memory import BODY_FACTOR, BodyCost, current_share
 
 MAX_JSON_DEPTH = 64
 MAX_ERRORS_NAMED = 5
@@ -55,8 +58,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the request's body.
 
     Raises:
-        BodyTooLargeError: the body is too large, as soon as that is known.
+        BodyTooLargeError: the body is too large, unpacked if it is packed, once that is known.
+        MediaTypeError: it is packed, but not by gzip.
     """
+    packed = is_packed(request, "gzip")
     too_large = BodyTooLargeError(
         f"the request body is larger than {max_bytes} bytes", code="body_too_large"
     )
@@ -64,11 +69,45 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if declared.isascii() and declared.isdigit() and int(declared[:19]) > max_bytes:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
+    share = current_share()
+    async for chunk in _unpacked(request.stream()) if packed else request.stream():
         body += chunk
         if len(body) > max_bytes:
             raise too_large
+        if packed and share is not None:
+            await share.grow(BODY_FACTOR * len(body))
+    if packed:  # Whoever is asked next gets it unpacked.
+        about = {b"content-encoding": b"identity", b"content-length": b"%d" % len(body)}
+        given = request.scope["headers"]
+        request.scope["headers"] = [(name, about.get(name, value)) for name, value in given]
     return bytes(body)
+
+
+def is_packed(request: Request, *known: str) -> bool:
+    """Return True if the body is packed in a known way; raise MediaTypeError for another one."""
+    given = request.headers.get("content-encoding", "identity").strip().lower()
+    if given not in ("", "identity", *known):
+        instead = " or ".join([*known, "no encoding"])
+        raise MediaTypeError(
+            f"Content-Encoding {short_repr(given)} is not read here: use {instead}"
+        )
+    return given in known
+
+
+async def _unpacked(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield what a gzip stream holds, in pieces; raise InvalidRequestError if it is none."""
+    unpacking, piece = zlib.decompressobj(wbits=31), b""
+    try:
+        async for chunk in chunks:
+            while chunk or (piece and not unpacking.eof):
+                piece = unpacking.decompress(chunk, _PIECE_BYTES)
+                chunk = unpacking.unconsumed_tail
+                yield piece
+                await asyncio.sleep(0)
+    except zlib.error:
+        pass
+    if not unpacking.eof or unpacking.unused_data:
+        raise InvalidRequestError("the body is not one whole gzip stream")
 
 
 def max_cost(max_model_len: int) -> int:
@@ -96,9 +135,13 @@ def parse_counted(body: bytes) -> Any:
     Raises:
         InvalidRequestError: it is not valid JSON.
     """
+    body = body.removeprefix(_BYTE_ORDER_MARK)
     try:
-        return from_json(body.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
+        return from_json(body, allow_inf_nan=False)
     except ValueError as error:
+        whole = without_halves(body.decode("latin-1")).encode("latin-1")
+        if whole != body:
+            return parse_counted(whole)
         raise InvalidRequestError(
             f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
         ) from None

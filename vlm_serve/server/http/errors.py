@@ -26,7 +26,12 @@ _log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 1
 _BELOW_V1 = {
     *("/batches", "/chat/completions", "/completions", "/embeddings", "/files", "/messages"),
-    *("/models", "/rerank", "/responses", "/score"),
+    *("/models", "/responses"),
+}
+_NO_SUCH_MODEL = {
+    "/v1/audio": "this server neither hears nor speaks: it has no audio",
+    "/v1/images": "this server makes no pictures: it only reads them, as parts of messages",
+    "/v1/moderations": "this server has no model for moderation",
 }
 
 
@@ -108,6 +113,7 @@ MESSAGES_PATH = "/v1/messages"
 """The route whose errors have Anthropic's form; so do those of all routes below it."""
 
 MODELS_PATH = "/v1/models"
+RESPONSES_PATH = "/v1/responses"
 
 ANTHROPIC_HEADER = b"anthropic-version"
 """Header of Anthropic's clients; routes shared by several APIs then answer in their form."""
@@ -153,6 +159,17 @@ def envelope_for(scope: Scope, error: VlmServeError) -> dict[str, Any]:
     return envelope(error)
 
 
+def error_event(scope: Scope, error: VlmServeError) -> dict[str, Any]:
+    """Return the event that reports an error of a request in a stream of its route's API.
+
+    If it has a `type`, that is its name, too.
+    """
+    if scope.get("path") != RESPONSES_PATH:
+        return envelope_for(scope, error)
+    about = {"code": error.code, "message": error.message, "param": error.param}
+    return {"type": "error", **about, "sequence_number": 0}
+
+
 def error_for(scope: Scope, error: VlmServeError) -> JSONResponse:
     """Return the response of an error in the form of the request's route; overload adds
     Retry-After."""
@@ -187,6 +204,10 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     told = {404: "there is no such route", 405: "this route has no such method"}
     path = str(request.scope.get("path", ""))
+    if request.method == "POST" and request.path_params:  # a route that others have, no thing's id
+        error = HTTPException(404)
+    absent = (text for begin, text in _NO_SUCH_MODEL.items() if f"{path}/".startswith(f"{begin}/"))
+    told[404] += "".join(f": {text}" for text in absent)
     if error.status_code == 404 and (meant := _meant(path)) is not None:
         told[404] += f": did you mean {meant}?"
     if error.status_code == 405 and (methods := (error.headers or {}).get("Allow")):

@@ -1,4 +1,8 @@
-"""Server-sent events, and detecting disconnected clients."""
+"""Server-sent events, and detecting disconnected clients.
+
+A stream's status waits for its first event, so that earlier errors have one of their own. Clients
+and proxies give up on a silent server, so it waits only so long.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from vlm_serve.server.failover.attempt import PING
+from vlm_serve.server.http.errors import is_anthropic
 
 _T = TypeVar("_T")
 
@@ -88,23 +95,32 @@ Extra = Callable[[], Mapping[str, Any]]
 """Returns further fields for the ASGI message of the latest chunk."""
 
 
-def nothing() -> Mapping[str, Any]:
-    """Return no fields."""
-    return {}
-
-
 async def stream_response(
     request: Request,
     chunks: Chunks,
     headers: Mapping[str, str],
+    begun: asyncio.Event,
+    silence: float,
     *,
     named: bool = False,
-    extra: Extra = nothing,
+    extra: Extra = dict,
 ) -> Response:
-    """Wait for the first chunk and return the stream; earlier errors get a status of their own."""
+    """Wait for the first chunk, for the longest silence at most (0: any), and return the stream.
+
+    Earlier errors get a status of their own; `begun` is set where they no longer can.
+    """
     events = as_events(chunks, named=named)
-    first = await until_disconnected(request, anext(events))
-    return EventStream(first, events, headers, extra)
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await until_disconnected(request, asyncio.wait({first}, timeout=silence or None))
+    except BaseException:
+        await cancelled(first)
+        raise
+    if first.done():
+        first.result()  # raises what came before the status
+    else:
+        begun.set()
+    return EventStream(first, events, headers, extra, silence)
 
 
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -127,25 +143,52 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, rest: Events, headers: Mapping[str, str], extra: Extra = nothing
+        self,
+        first: asyncio.Future[bytes],
+        rest: Events,
+        headers: Mapping[str, str],
+        extra: Extra = dict,
+        silence: float = 0.0,
     ) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._extra = extra
+        self._silence = silence
+        self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await sent_until_disconnected(self._send(send), receive)
+            await sent_until_disconnected(self._send(scope, send), receive)
         finally:
             await self._rest.aclose()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        part = {"type": "http.response.body", "more_body": True}
-        await send({**part, **self._extra(), "body": self._first})
-        async for chunk in self._rest:
-            await send({**part, **self._extra(), "body": chunk})
+        pinging = asyncio.ensure_future(self._ping(scope, send)) if self._silence else None
+        try:
+            await self._pass_on(await self._first, send)
+            async for chunk in self._rest:
+                await self._pass_on(chunk, send)
+        finally:
+            if pinging is not None:
+                await cancelled(pinging)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pass_on(self, chunk: bytes, send: Send) -> None:
+        self._sent += 1
+        part = {"type": "http.response.body", "more_body": True}
+        await send({**part, **self._extra(), "body": chunk})
+
+    async def _ping(self, scope: Scope, send: Send) -> None:
+        """Break every silence; events are sent whole, so this stands between them."""
+        ping = event({"type": "ping"}, "ping") if is_anthropic(scope) else b": waiting\n\n"
+        part = {"type": "http.response.body", "more_body": True, PING: True, "body": ping}
+        before = -1 if self._first.done() else 0
+        while True:
+            if self._sent == before:
+                await send(part)
+            before = self._sent
+            await asyncio.sleep(self._silence)

@@ -250,7 +250,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: anthropic.Anthropi
              "source": {"type": "text", "media_type": "text/plain", "data": "x"}}]}]},
          "messages[0].content[0].citations"),
         ({"output_config": {"effort": "some"}}, "output_config.effort"),
-        ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+        ({"output_format": {"type": "json_schema", "schema": 5}}, "output_format.schema"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 from serving import RunningServer, ok
+
+from vlm_serve.preprocess.text.template import TemplateTraits, Thinking
 
 IGNORED = "x-vlm-serve-ignored-fields"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -22,8 +25,63 @@ def asked(fake: RunningServer, **fields: Any) -> tuple[dict[str, Any], str | Non
     return call, response.headers.get(IGNORED)
 
 
-def test_context_management_is_named(fake: RunningServer) -> None:
-    assert asked(fake, context_management={"edits": EDITS})[1] == "context_management"
+@pytest.mark.parametrize(
+    ("edits", "kept", "named"),
+    [
+        (EDITS, True, None),
+        ([{"type": "clear_thinking_20251015", "keep": {"type": "all"}}], True, None),
+        ([*EDITS, {"type": "clear_tool_uses_20250919"}], True, "context_management"),
+        ([{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}}],
+         None, "context_management"),
+        ([{"type": "clear_thinking_20251015"}], None, "context_management"),
+        ([{"type": "clear_tool_uses_20250919", "keep": "all"}], None, "context_management"),
+        ([5], None, "context_management"),
+        ([], None, "context_management"),
+    ],
+)  # fmt: skip
+def test_thoughts_are_kept_where_the_client_and_the_template_do(
+    fake: RunningServer, edits: list[Any], kept: bool | None, named: str | None
+) -> None:
+    assert asked(fake, context_management={"edits": edits})[1] == "context_management"
+    known = frozenset({"messages", "enable_thinking", "preserve_thinking"})
+    fake.engine.preprocessor.template_traits = TemplateTraits(known)
+    call, header = asked(fake, context_management={"edits": edits})
+    assert (call["chat_template_kwargs"] or {}).get("preserve_thinking") is kept
+    assert header == named
+    own = {"preserve_thinking": False}
+    call, _ = asked(fake, context_management={"edits": edits}, chat_template_kwargs=own)
+    assert call["chat_template_kwargs"] == own
+
+
+def test_any_signature_of_a_thought_or_none_is_taken(fake: RunningServer) -> None:
+    block = {"type": "thinking", "thinking": "Hm"}
+    rendered = []
+    for signed in (block, block | {"signature": ""}, block | {"signature": "Ev" * 500}):
+        content = [signed, {"type": "redacted_thinking", "data": "x"}]
+        content.append({"type": "text", "text": "Yes."})
+        messages = [*HI, {"role": "assistant", "content": content}, *HI]
+        rendered.append(asked(fake, messages=messages)[0]["messages"])
+    assert rendered[0] == rendered[1] == rendered[2]
+    assert rendered[0][1]["reasoning_content"] == "Hm"
+
+
+def test_thoughts_are_signed(fake: RunningServer) -> None:
+    fake.engine.preprocessor.generation_prompt = "assistant: <think>\n"
+    fake.engine.answer = "Hm.</think>Yes."
+    fake.engine.preprocessor.template_traits = TemplateTraits(thinking=Thinking(marked=True))
+    body = {"messages": HI, "max_tokens": 40}
+    thought = ok(fake.post("/v1/messages", body))["content"][0]
+    assert thought["thinking"] == "Hm." and re.fullmatch("[0-9a-f]{32}", thought["signature"])
+    text = fake.post("/v1/messages", body | {"stream": True}).text
+    events = [json.loads(each.split("data: ")[1]) for each in text.split("\n\n")[:-1]]
+    mine = [event for event in events if event.get("index") == 0]
+    assert mine[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    kinds = [event["delta"]["type"] for event in mine[1:-1]]
+    assert set(kinds[:-1]) == {"thinking_delta"} and kinds[-1] == "signature_delta"
+    assert mine[-2]["delta"]["signature"] and mine[-1]["type"] == "content_block_stop"
+
+
+def test_settings_of_thoughts_are_taken(fake: RunningServer) -> None:
     assert asked(fake, thinking={"type": "adaptive", "display": "omitted"})[1] is None
 
 
@@ -151,3 +209,18 @@ def test_a_limit_beyond_the_context_ends_there(server: RunningServer) -> None:
     room = server.engine.max_model_len - 1
     message = refused.json()["error"]["message"]
     assert re.fullmatch(rf"prompt is too long: \d+ tokens > {room} maximum", message)
+
+
+def test_unknown_members_of_output_config_are_named(fake: RunningServer) -> None:
+    config = {"effort": "none", "task_budget": {"type": "tokens", "total": 20000}, "new": 1}
+    _, named = asked(fake, output_config=config)
+    assert named == "output_config.task_budget, output_config.new"
+
+
+def test_the_betas_name_of_a_format_is_taken(server: RunningServer) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1]}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    body: dict[str, Any] = {"messages": HI, "max_tokens": 40, "thinking": {"type": "disabled"}}
+    body["output_format"] = {"type": "json_schema", "schema": schema}
+    answer = ok(server.post("/v1/messages", body))["content"][-1]["text"]
+    assert json.loads(answer) == {"a": 1}

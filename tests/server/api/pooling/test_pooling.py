@@ -85,6 +85,29 @@ def test_one_text_one_list_of_ids_and_several(embedder: Served) -> None:
         assert len(ok(server.post("/v1/embeddings", {"input": given}))["data"]) == count
 
 
+def test_only_the_last_tokens_of_a_prompt_are_pooled(embedder: Served) -> None:
+    server, pipe = embedder
+    ids = pipe.engine.preprocessor.tokenizer.encode("a red circle and a blue square")
+
+    def asked(**fields: Any) -> Any:
+        return server.post("/v1/embeddings", fields)
+
+    whole = ok(asked(input=ids[-3:]))
+    cut = ok(asked(input=ids, truncate_prompt_tokens=3))
+    assert cut["data"] == whole["data"] and cut["usage"]["prompt_tokens"] == 3
+    text = "word " * 9000
+    assert asked(input=text).status_code == 400
+    for wanted, count in ((16, 16), (-1, pipe.engine.max_model_len - 1)):
+        made = ok(asked(input=text, truncate_prompt_tokens=wanted))
+        assert made["usage"]["prompt_tokens"] == count
+    messages = [{"role": "user", "content": [image()[1]]}]
+    for fields in ({"input": "x", "truncate_prompt_tokens": 0},
+                   {"messages": messages, "truncate_prompt_tokens": 3}):  # fmt: skip
+        refused = asked(**fields)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
 def test_base64_and_dimensions(embedder: Served) -> None:
     server, _ = embedder
     plain = ok(server.post("/v1/embeddings", {"input": "x", "dimensions": 8}))
@@ -129,6 +152,19 @@ def test_documents_are_sorted_by_score(reranker: Served) -> None:
     few = ok(server.post("/v1/rerank", request | {"top_n": 1, "return_documents": False}))
     assert [each["index"] for each in few["results"]] == [found[0]["index"]]
     assert "document" not in few["results"][0]
+
+
+def test_rerankers_are_asked_under_the_names_of_other_servers(reranker: Served) -> None:
+    """Cohere's and Jina's clients ask for /v2/rerank and /rerank, vLLM's for /score."""
+    server, _ = reranker
+    request = {"query": "red", "documents": ["a red circle", "nothing"]}
+    expected = ok(server.post("/v1/rerank", request))["results"]
+    for path in ("/rerank", "/v2/rerank"):
+        assert ok(server.post(path, request))["results"] == expected
+    cut = ok(server.post("/v2/rerank", request | {"truncate_prompt_tokens": 8}))
+    assert cut["usage"]["prompt_tokens"] == 16
+    pairs = {"text_1": "red", "text_2": ["a red circle", "nothing"]}
+    assert ok(server.post("/score", pairs))["data"] == ok(server.post("/v1/score", pairs))["data"]
 
 
 def test_scores_of_pairs(reranker: Served) -> None:

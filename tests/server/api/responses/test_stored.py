@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.reading import items
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.failover.attempt import Attempt, new_token
 
 if TYPE_CHECKING:
     import openai
@@ -219,18 +223,63 @@ def test_who_does_not_want_it_stored(client: openai.OpenAI) -> None:
     assert more.previous_response_id == stored.id
 
 
-def test_nothing_is_stored_unless_asked_for(fake: RunningServer) -> None:
-    answer = fake.post("/v1/responses", {"input": "hi", "store": True})
-    assert answer.headers["x-vlm-serve-ignored-fields"] == "store"
-    assert answer.json()["store"] is False
-    plain = fake.post("/v1/responses", {"input": "hi", "store": False})
-    assert "x-vlm-serve-ignored-fields" not in plain.headers
-    missing = fake.client.get(f"/v1/responses/{answer.json()['id']}")
-    assert missing.status_code == 404
-    refused = fake.post("/v1/responses", {"input": "hi", "previous_response_id": "resp_1"})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "previous_response_id"
-    assert "response-store" in refused.json()["error"]["message"]
+def test_nothing_is_stored_where_that_is_turned_off(tokenizer: Tokenizer) -> None:
+    config = ServerConfig(port=0, idle_check=False, response_store=0)
+    with running(FakeEngine(tokenizer), config) as server:
+        answer = server.post("/v1/responses", {"input": "hi", "store": True, "user": "me"})
+        assert answer.headers["x-vlm-serve-ignored-fields"] == "store, user"
+        assert answer.json()["store"] is False
+        plain = server.post("/v1/responses", {"input": "hi", "store": False})
+        assert "x-vlm-serve-ignored-fields" not in plain.headers
+        missing = server.client.get(f"/v1/responses/{answer.json()['id']}")
+        assert missing.status_code == 404
+        refused = server.post("/v1/responses", {"input": "hi", "previous_response_id": "resp_1"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "previous_response_id"
+        assert "response-store" in refused.json()["error"]["message"]
+        turns = [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "msg_1"}]
+        refused = server.post("/v1/responses", {"input": turns})
+        assert refused.status_code == 400
+        assert "needs a server that runs with --response-store" in refused.text
+
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize("more", [{}, {"include": ["message.output_text.logprobs"]}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_default_server_stores_a_response_and_finds_its_items(
+    fake: RunningServer, more: dict[str, Any], stream: bool
+) -> None:
+    """As @ai-sdk/openai asks; without keys an id of 128 random bits is the only secret."""
+    body = {"input": [USER | {"id": "msg_mine"}], "stream": stream} | more
+    if stream:
+        events = fake.post("/v1/responses", body).text.split("\n\n")
+        first = json.loads(events[-2].partition("data: ")[2])["response"]
+    else:
+        first = fake.post("/v1/responses", body).json()
+    answer = first["output"][0]
+    assert first["store"] is True
+    for name in (first["id"], answer["id"]):
+        assert re.fullmatch("[a-z]+_[0-9a-f]{32}", name)
+    reference = {"type": "item_reference", "id": answer["id"]}
+    second = fake.post("/v1/responses", {"input": [USER, reference, USER]})
+    assert second.status_code == 200, second.text
+    assert fake.engine.preprocessor.calls[-1]["messages"][1]["content"] == "Hello, world!"
+    guessed = fake.post("/v1/responses", {"input": [USER, reference | {"id": "msg_mine"}]})
+    assert guessed.status_code == 404, "its client has chosen that id"
+    unstored = fake.post("/v1/responses", body | {"store": False, "stream": False}).json()
+    assert unstored["store"] is False
+    assert fake.client.get(f"/v1/responses/{unstored['id']}").status_code == 404
+
+
+def test_ids_of_an_attempt_follow_from_its_secret() -> None:
+    attempt = Attempt.first("mine")
+    assert len(attempt.secret) == 16 and attempt.secret.hex() not in repr(attempt)
+    again = replace(attempt, resumed=1)
+    other = replace(attempt, secret=b"another")
+    names = [new_token(each, "block", 0) for each in (attempt, again, other)]
+    assert names[0] == names[1] != names[2] and len(names[0]) == 32
 
 
 def test_what_failed_is_not_stored(server: RunningServer, client: openai.OpenAI) -> None:
@@ -318,11 +367,21 @@ def test_nobody_sees_anothers(tokenizer: Tokenizer, tmp_path: Path) -> None:
             assert client.responses.retrieve(of_alice, extra_query=salt).id == of_alice
 
 
-def test_a_stored_response_is_no_stream(server: RunningServer, client: openai.OpenAI) -> None:
-    made = ask(client).id
-    answer = server.client.get(f"/v1/responses/{made}", params={"stream": "true"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "stream"
+def test_a_stored_response_is_told_as_a_stream(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    made = client.responses.create(model="test-model", input="hi")
+    with client.responses.retrieve(made.id, stream=True) as stream:
+        events: list[Any] = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    assert events[-1].response.output == made.output
+    told = "".join(event.delta for event in events if event.type.endswith("text.delta"))
+    assert told == made.output_text
+    with client.responses.retrieve(made.id, stream=True, starting_after=1) as stream:
+        assert list(stream) == events[2:]
+    for query in ("stream=5", "stream=true&starting_after=x"):
+        assert server.client.get(f"/v1/responses/{made.id}?{query}").status_code in (400, 401)
 
 
 def test_the_cache_knows_what_is_continued(checkpoint: Path) -> None:

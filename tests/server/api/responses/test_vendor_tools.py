@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from serving import RunningServer, ok, running
+from serving import RunningServer, chat_body, ok, running
+from tool_texts import CALL, CITY_TOOL
 
+from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
@@ -170,8 +174,167 @@ def test_items_of_stored_responses_are_found_by_id(tokenizer: Tokenizer) -> None
             assert missing.json()["error"]["param"] == "input[1]"
 
 
-def test_references_without_a_store(fake: RunningServer) -> None:
-    turns = [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "msg_1"}]
-    answer = fake.post("/v1/responses", {"input": turns})
-    assert answer.status_code == 400
-    assert "needs a server that runs with --response-store" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    "name",
+    ["web_search_call.action.sources", "code_interpreter_call.outputs", "file_search_call.results",
+     "computer_call_output.output.image_url", "message.input_image.image_url"],
+)  # fmt: skip
+def test_what_hosted_tools_would_include_is_named(fake: RunningServer, name: str) -> None:
+    included = ["reasoning.encrypted_content", name]
+    response = fake.post("/v1/responses", {"input": "hi", "include": included})
+    assert ok(response) and response.headers[IGNORED] == "include[1]"
+
+
+PICTURE = "data:image/png;base64,aGk="
+RUNS: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any], Any]] = [
+    (
+        {"type": "shell_call", "action": {"commands": ["ls"], "timeout_ms": 5}},
+        {"type": "shell_call_output", "output": [{"stdout": "é", "outcome": {"type": "exit"}}]},
+        "shell", {"commands": ["ls"], "timeout_ms": 5},
+        '[{"stdout": "é", "outcome": {"type": "exit"}}]',
+    ),
+    (
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"type": "local_shell_call_output", "output": "a b"},
+        "local_shell", {"type": "exec", "command": ["ls"], "env": {}}, "a b",
+    ),
+    (
+        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
+        {"type": "apply_patch_call_output", "status": "failed"},
+        "apply_patch", {"type": "delete_file", "path": "a"}, "failed",
+    ),
+    (
+        {"type": "computer_call", "action": {"type": "wait"}, "pending_safety_checks": []},
+        {"type": "computer_call_output",
+         "output": {"type": "computer_screenshot", "image_url": PICTURE}},
+        "computer", {"type": "wait"}, [{"type": "image", "image": "image"}],
+    ),
+    (
+        {"type": "tool_search_call", "execution": "client", "arguments": {"query": "a"}},
+        {"type": "tool_search_output", "execution": "client", "tools": [{"name": "b"}]},
+        "tool_search", {"query": "a"}, '[{"name": "b"}]',
+    ),
+    (
+        {"type": "robot_call", "speed": 5}, {"type": "robot_call_output", "output": None},
+        "robot", {"speed": 5}, "completed",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run[2])
+@pytest.mark.parametrize("field", ["call_id", "id"])
+def test_calls_that_clients_ran_are_read_with_their_results(
+    fake: RunningServer, run: Any, field: str
+) -> None:
+    call, outcome, name, arguments, told = run
+    named = {field: "c1", "status": "completed"}
+    user = {"role": "user", "content": "hi"}
+    body = {"input": [user, call | named, {"status": "completed"} | outcome | {field: "c1"}, user]}
+    response = fake.post("/v1/responses", body)
+    assert ok(response) and IGNORED not in response.headers
+    _, answer, result, _ = fake.engine.preprocessor.calls[-1]["messages"]
+    assert answer["tool_calls"][0]["function"] == {"name": name, "arguments": arguments}
+    assert result["content"] == told and result["role"] == "tool"
+    assert result["tool_call_id"] == answer["tool_calls"][0]["id"] == "c1"
+
+
+def test_calls_of_mcp_servers_have_their_results_and_other_records_are_left_out(
+    fake: RunningServer,
+) -> None:
+    mcp = {"type": "mcp_call", "id": "m1", "server_label": "x", "name": "find"}
+    mcp |= {"arguments": '{"a": 1}', "output": "it"}
+    records: list[dict[str, Any]] = [
+        {"type": "compaction", "encrypted_content": "x"},
+        {"type": "mcp_list_tools", "id": "l", "server_label": "x", "tools": []},
+        {"type": "code_interpreter_call", "id": "i", "code": "1"},
+        {"type": "web_search_call", "id": "w"},
+        {"type": "robot_call"},
+    ]
+    unfinished = {"type": "shell_call", "call_id": "s", "action": {}, "status": "incomplete"}
+    user = {"role": "user", "content": "hi"}
+    response = fake.post("/v1/responses", {"input": [user, mcp, *records, unfinished, user]})
+    ok(response)
+    assert response.headers[IGNORED] == ", ".join(f"input[{at}]" for at in range(2, 7))
+    _, answer, result, _ = fake.engine.preprocessor.calls[-1]["messages"]
+    assert answer["tool_calls"][0]["function"] == {"name": "find", "arguments": {"a": 1}}
+    assert result["content"] == "it"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("answer", [PATCH_CALL, PATCH_CALL.replace("r=input", "r=x")])
+def test_a_custom_tool_of_a_chat_takes_one_text(
+    fake: RunningServer, stream: bool, answer: str
+) -> None:
+    fake.engine.answer = answer
+    about = {key: PATCH[key] for key in ("name", "description")}
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a+/"}}
+    tools = [{"type": "custom", "custom": about | {"format": form}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+        {"type": "custom", "custom": {"name": "apply_patch"}}]}}  # fmt: skip
+    asked = chat_body(tools=tools, tool_choice=choice)
+    if stream:
+        call: dict[str, Any] = {}
+        for chunk in fake.stream("/v1/chat/completions", asked):
+            for part in chunk["choices"][0]["delta"].get("tool_calls", []):
+                text = call.get("custom", {}).get("input", "") + part["custom"].pop("input")
+                named = {**call.get("custom", {}), **part["custom"], "input": text}
+                call |= {**part, "custom": named}
+        assert chunk["choices"][0]["finish_reason"] == "tool_calls" and call.pop("index") == 0
+    else:
+        response = fake.post("/v1/chat/completions", asked)
+        assert response.headers[IGNORED] == "tools[0].custom.format"
+        (call,) = ok(response)["choices"][0]["message"]["tool_calls"]
+    assert call["type"] == "custom" and call["custom"]["name"] == "apply_patch"
+    text = call["custom"]["input"]
+    assert text == (INPUT if answer == PATCH_CALL else "")
+    (tool,) = fake.engine.preprocessor.calls[-1]["tools"]
+    assert "start: /a+/" in tool["function"]["description"]
+    history: list[Any] = [*asked["messages"], {"role": "assistant", "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": call["id"], "content": "done"})
+    ok(fake.post("/v1/chat/completions", asked | {"messages": history}))
+    (read,) = fake.engine.preprocessor.calls[-1]["messages"][1]["tool_calls"]
+    assert read["function"] == {"name": "apply_patch", "arguments": {"input": text}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_the_older_form_are_called_in_it(fake: RunningServer, stream: bool) -> None:
+    fake.engine.answer = CALL + "\n" + CALL[CALL.index("<tool_call>") :]
+    asked = chat_body(functions=[CITY_TOOL["function"]], function_call="auto")
+    if stream:
+        chunks = fake.stream("/v1/chat/completions", asked)
+        told = [chunk["choices"][0] for chunk in chunks]
+        parts = [each["delta"].get("function_call") for each in told]
+        parts = [part for part in parts if part]
+        call = {"name": parts[0]["name"], "arguments": "".join(p["arguments"] for p in parts)}
+        reason = told[-1]["finish_reason"]
+        assert not any("tool_calls" in each["delta"] for each in told)
+    else:
+        choice = ok(fake.post("/v1/chat/completions", asked))["choices"][0]
+        call, reason = choice["message"]["function_call"], choice["finish_reason"]
+        assert "tool_calls" not in choice["message"]
+    assert reason == "function_call" and call["name"] == "get_weather"
+    assert json.loads(call["arguments"]) == {"city": "Paris", "days": 3}
+    assert fake.engine.preprocessor.calls[-1]["tools"] == [CITY_TOOL]
+    for choice, status in (({"name": "x"}, 400), ({"name": "get_weather"}, 200), ("none", 200)):
+        answer = fake.post("/v1/chat/completions", asked | {"function_call": choice})
+        assert answer.status_code == status
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    refused = fake.post("/v1/chat/completions", asked | {"functions": [{"name": 5}]})
+    assert refused.status_code == 400 and "functions[0]" in refused.json()["error"]["message"]
+    both = fake.post("/v1/chat/completions", asked | {"tools": [CITY_TOOL], "function_call": None})
+    assert ok(both)["choices"][0]["finish_reason"] == "tool_calls"
+    assert both.headers[IGNORED] == "functions"
+
+
+def test_llama_cpps_form_of_a_schema_is_enforced(checkpoint: Path) -> None:
+    """Also by /v1/responses, whose format has the same types."""
+    config = EngineConfig(device="cpu", block_size=16, cache_memory="16MiB", max_model_len=512)
+    schema = {"properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_object", "schema": {"type": "object"} | schema}
+    off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    with running(Engine.from_checkpoint(str(checkpoint), config)) as server:
+        chat = ok(server.post("/v1/chat/completions", chat_body(response_format=form, **off)))
+        assert json.loads(chat["choices"][0]["message"]["content"]) == {"a": 1}
+        body = {"input": "hi", "text": {"format": form}} | off
+        text = ok(server.post("/v1/responses", body))["output"][-1]["content"][0]["text"]
+        assert json.loads(text) == {"a": 1}

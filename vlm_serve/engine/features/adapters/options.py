@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
-
-if TYPE_CHECKING:
-    pass
 
 NAME = re.compile(r"[\w.:/+-]{1,128}", re.ASCII)
 
@@ -35,11 +32,11 @@ class LoRA:
             )
 
 
-def named_adapters(config: EngineConfig) -> list[LoRA]:
+def named_adapters(config: EngineConfig, taken: Collection[str] = ()) -> list[LoRA]:
     """Return the config's adapters.
 
     Raises:
-        ConfigError: one is not of the form name=path, or a name comes twice.
+        ConfigError: one is not of the form name=path, or a name comes twice or is taken.
     """
     adapters: dict[str, LoRA] = {}
     for setting in config.lora_modules:
@@ -47,6 +44,10 @@ def named_adapters(config: EngineConfig) -> list[LoRA]:
         if not equals or not path or not NAME.fullmatch(name):
             raise ConfigError(
                 f"lora_modules must be of the form name=path, got {setting!r}", param="lora_modules"
+            )
+        if name in taken:
+            raise ConfigError(
+                f"lora_modules: {name!r} is a name of the model", param="lora_modules"
             )
         if name in adapters:
             raise ConfigError(f"lora_modules names {name!r} twice", param="lora_modules")

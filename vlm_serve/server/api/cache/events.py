@@ -68,7 +68,9 @@ async def cache_events(service: Service, request: Request) -> Response:
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)
     events = subscriber.events()
-    return EventStream(await until_disconnected(request, anext(events)), events, {})
+    first = asyncio.ensure_future(anext(events))
+    await until_disconnected(request, first)
+    return EventStream(first, events, {})
 
 
 class _Subscriber:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal, get_args
 
 from pydantic import Field
@@ -44,7 +45,9 @@ RESPONSES_UNIMPLEMENTED = unimplemented_in("responses") | RESPONSES_REFUSED
 
 _NAMES = sampling_names("responses") | {"messages": "input", "logprobs": "top_logprobs"}
 _LOGPROBS = "message.output_text.logprobs"
-_NOTHING_TO_INCLUDE = ("reasoning.encrypted_content",)
+_THOUGHT = "reasoning.encrypted_content"
+_OF_SERVERS = re.compile(r"[a-z_]+_(call|output)\.[a-z_.]+|message\.input_image\.image_url")
+"""What can be included of hosted tools, which are left out, and of what the client has itself."""
 
 
 class ResponsesTool(RequestModel):
@@ -91,6 +94,11 @@ class ResponsesRequest(AnswerRequest):
             InvalidRequestError: a field is invalid; the error names it.
         """
         self._check_numbers(conversation)
+        for at, name in enumerate(self.include or ()):
+            if _OF_SERVERS.fullmatch(name):
+                conversation.ignored.append(f"include[{at}]")
+            elif name not in (_LOGPROBS, _THOUGHT):
+                raise unsupported("include", name)
         conversation = set_variables(
             conversation,
             traits,
@@ -128,9 +136,6 @@ class ResponsesRequest(AnswerRequest):
     @property
     def logprobs(self) -> int | None:
         """Alternatives per token of the answer's text; None: no logprobs."""
-        for name in self.include or ():
-            if name not in (_LOGPROBS, *_NOTHING_TO_INCLUDE):
-                raise unsupported("include", name)
         requested = _LOGPROBS in (self.include or ())
         if self.top_logprobs and not requested:
             raise FieldError("top_logprobs", f"needs {_LOGPROBS} in include")

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from vlm_serve.engine.requests.outputs import Delta
@@ -21,7 +20,6 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_past
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.answers.json_calls import decodable
 from vlm_serve.server.api.responses.new_turn import (
     NewTurn,
     bytes_of_past,
@@ -46,7 +44,12 @@ from vlm_serve.server.api.shared.fields import (
     usage_body,
 )
 from vlm_serve.server.api.shared.logprobs import chat_logprobs
-from vlm_serve.server.api.shared.output_blocks import BlockStream, OutputBlock
+from vlm_serve.server.api.shared.output_blocks import (
+    BlockStream,
+    CustomInput,
+    OutputBlock,
+    input_of,
+)
 from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.auth import owner_of
@@ -54,7 +57,6 @@ from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-_BEGINNING = '{"input": "'
 _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
@@ -119,41 +121,6 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
     return ResponseSpec(
         [chat.task], stream_of, bool(body.stream), ignored_header(ignored), named=True
     )
-
-
-def _input_of(arguments: str) -> str:
-    """Return the one text of a call's arguments, which the token limit may have cut."""
-    given = from_json(arguments or "{}", allow_partial="trailing-strings")
-    text = given.get("input", "") if isinstance(given, dict) else ""
-    return text if isinstance(text, str) else arguments
-
-
-class CustomInput:
-    """The text of a call whose arguments are still coming.
-
-    Arguments in another form than that of one text are told when they are complete.
-    """
-
-    def __init__(self) -> None:
-        self._unread = ""
-        self._begun = False
-        self._told = 0
-
-    def grow(self, arguments: str) -> str:
-        """Take more of the arguments and return more of the text."""
-        self._unread += arguments
-        if not self._begun and self._unread.startswith(_BEGINNING):
-            self._begun, self._unread = True, self._unread.removeprefix(_BEGINNING)
-        if not self._begun:
-            return ""
-        text, size = decodable(self._unread)
-        self._unread = self._unread[size:]
-        self._told += len(text)
-        return text
-
-    def rest(self, text: str) -> str:
-        """Return what is left of the whole text."""
-        return text[self._told :]
 
 
 def _part_of(block: OutputBlock) -> dict[str, Any]:
@@ -266,6 +233,7 @@ class ResponseStream(BlockStream):
 
     def end(self) -> list[Event]:
         body = self.result()
+        self.keep()
         return [self._event(f"response.{body.status}", response=body.model_dump())]
 
     def failed(self, error: VlmServeError) -> list[Event]:
@@ -289,8 +257,11 @@ class ResponseStream(BlockStream):
         }
         if self._request.cache_report:
             body.cache_report = cache_report_body(generation.cache_report)
-        self._turn.store(body.model_dump())
+        self._whole = body.model_dump()
         return body
+
+    def keep(self) -> None:
+        self._turn.store(self._whole)
 
     def _body(self, status: Status) -> ResponseBody:
         request, params = self._request, self._chat.task.params
@@ -334,7 +305,7 @@ class ResponseStream(BlockStream):
         if block.kind == "call":
             call = {"call_id": f"call_{block.token}", "name": block.name}
             if self._is_custom(block):
-                return item | {"type": "custom_tool_call"} | call | {"input": _input_of(block.text)}
+                return item | {"type": "custom_tool_call"} | call | {"input": input_of(block.text)}
             return item | {"type": "function_call"} | call | {"arguments": block.text}
         parts = [] if status == "in_progress" else [_part_of(block)]
         if block.kind == "reasoning":

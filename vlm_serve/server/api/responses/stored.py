@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.preprocess.reading.values import unsupported
+from vlm_serve.errors import FieldError
 from vlm_serve.server.api.responses.new_turn import find_response
 from vlm_serve.server.api.shared.listing import page_of
 from vlm_serve.server.http.auth import Owner, owner_of
+from vlm_serve.server.http.streaming import STREAM_HEADERS, EventStream, event
 from vlm_serve.server.response_store import Turn
 from vlm_serve.server.service import Service
 
@@ -35,9 +37,33 @@ async def get_response(service: Service, request: Request) -> Response:
     Raises:
         NotFoundError: no such response is stored for this owner.
     """
-    if request.query_params.get("stream", "false") != "false":
-        raise unsupported("stream", request.query_params["stream"])
-    return JSONResponse(_turn(service, request).answer)
+    stream, after = (request.query_params.get(name) for name in ("stream", "starting_after"))
+    answer = _turn(service, request).answer
+    if stream in (None, "false"):
+        return JSONResponse(answer)
+    if stream != "true" or not (after or "0").isdecimal():
+        raise FieldError("stream" if stream != "true" else "starting_after", "is invalid")
+    numbered = list(enumerate(_events(answer)))[0 if after is None else int(after) + 1 :]
+    told = (event(each | {"sequence_number": at}, each["type"]) for at, each in numbered)
+    return Response(b"".join(told), media_type=EventStream.media_type, headers=STREAM_HEADERS)
+
+
+def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stored response, each text in one piece."""
+    begun = answer | {"status": "in_progress", "output": [], "usage": None}
+    yield {"type": "response.created", "response": begun}
+    for index, item in enumerate(answer["output"]):
+        at = {"output_index": index}
+        empty = item | {"status": "in_progress"} | ({"content": []} if "content" in item else {})
+        yield {"type": "response.output_item.added", **at, "item": empty}
+        for number, part in enumerate(item.get("content", ())):
+            place = {"item_id": item["id"], **at, "content_index": number}
+            yield {"type": "response.content_part.added", **place, "part": part | {"text": ""}}
+            delta = {"delta": part["text"], "logprobs": []}
+            yield {"type": f"response.{part['type']}.delta", **place, **delta}
+            yield {"type": "response.content_part.done", **place, "part": part}
+        yield {"type": "response.output_item.done", **at, "item": item}
+    yield {"type": f"response.{answer['status']}", "response": answer}
 
 
 async def delete_response(service: Service, request: Request) -> Response:

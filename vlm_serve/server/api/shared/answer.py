@@ -27,9 +27,9 @@ from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.failover.attempt import ATTEMPT, Attempt
 from vlm_serve.server.failover.covering import Coverage, CoveredResponse
 from vlm_serve.server.http.auth import share_of
-from vlm_serve.server.http.errors import envelope, public_error
+from vlm_serve.server.http.errors import error_event, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.streaming import Chunks, nothing, stream_response, until_disconnected
+from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Preparation, Service
 
@@ -61,12 +61,16 @@ class AnswerStream(ABC):
         return []
 
     def failed(self, error: VlmServeError) -> list[Event]:
-        """Return the final events of a stream that has begun and then failed."""
-        return [envelope(error)]
+        """Return the last events of a stream that has begun; none: the error's own event."""
+        return []
 
     @abstractmethod
     def result(self) -> BaseModel:
         """Return the complete response body, after the last delta."""
+
+    def keep(self) -> None:
+        """Store what later requests may name, on the event loop, after `result`."""
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +170,12 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
     """
     coverage = None if spec.tasks[0].attempt is None else Coverage()
     if spec.stream:
-        events = _events(service, spec, coverage)
-        extra = nothing if coverage is None else coverage.take
-        return await stream_response(request, events, spec.headers, named=spec.named, extra=extra)
+        begun, silence = asyncio.Event(), service.config.stream_silence
+        events = _events(service, spec, coverage, begun, partial(error_event, request.scope))
+        extra = dict if coverage is None else coverage.take
+        return await stream_response(
+            request, events, spec.headers, begun, silence, named=spec.named, extra=extra
+        )
     answer = await until_disconnected(request, _complete(service, spec, coverage))
     headers = dict(spec.headers)
     if coverage is None:
@@ -201,35 +208,43 @@ async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage | N
                     deferred.append((prompt, delta))
                 else:
                     answer.push(prompt, delta)
-        return await service.workers.prepare(build) if long else build()
+        body = await service.workers.prepare(build) if long else build()
+        answer.keep()
+        return body
 
 
-async def _events(service: Service, spec: ResponseSpec, coverage: Coverage | None) -> Chunks:
+async def _events(
+    service: Service,
+    spec: ResponseSpec,
+    coverage: Coverage | None,
+    begun: asyncio.Event,
+    refused: Callable[[VlmServeError], Event],
+) -> Chunks:
     """Yield the events of a streamed response.
 
-    An error before the first event is raised. A later one becomes an event itself, since the status
-    has been sent already.
+    An error before the status has been sent, with the first event or when `begun` was set, is
+    raised. A later one becomes an event itself.
     """
-    async with _submitted(service, spec) as generations:
-        answer = spec.stream_of(generations)
-        sent = False
-        try:
+    sent: AnswerStream | None = None
+    try:
+        async with _submitted(service, spec) as generations:
+            answer = spec.stream_of(generations)
             async with aclosing(_merged(generations, coverage)) as deltas:
                 async for prompt, delta in deltas:
-                    events = [] if sent else answer.start()
+                    events = answer.start() if sent is None else []
                     events += answer.push(prompt, delta)
                     for event in events:
-                        sent = True
+                        sent = answer
                         yield event
-        except Exception as error:
-            if not sent:
-                raise
-            if coverage is not None:
-                coverage.fail()
-            for event in answer.failed(public_error(error, spec.tasks[0].request_id)):
+            for event in answer.end():
                 yield event
-            return
-        for event in answer.end():
+    except Exception as error:
+        if sent is None and not begun.is_set():
+            raise
+        if coverage is not None:
+            coverage.fail()
+        problem = public_error(error, spec.tasks[0].request_id)
+        for event in (sent and sent.failed(problem)) or [refused(problem)]:
             yield event
 
 

@@ -47,8 +47,9 @@ class FunctionDefinition(RequestModel):
 
 
 class Tool(RequestModel):
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
+    type: Literal["function", "custom"] = "function"
+    function: FunctionDefinition | None = None
+    custom: Table[Any] | None = None
 
 
 class TemplateFields(RequestModel):
@@ -87,9 +88,22 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     top_logprobs: Whole | None = None
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: Items[FunctionDefinition] | None = Field(None, max_length=MAX_TOOLS)
+    function_call: str | Table[Any] | None = None
     reasoning_effort: str | None = None
     verbosity: Verbosity | None = None
     prediction: Prediction | None = None
+
+    @property
+    def old_functions(self) -> bool:
+        """The functions have the older form, in which an answer has at most one call."""
+        return bool(self.functions) and self.tools is None
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the tools that take one text instead of arguments."""
+        given = (tool.custom for tool in self.tools or () if tool.type == "custom")
+        return frozenset(str(custom.get("name")) for custom in given if custom)
 
     def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
@@ -101,6 +115,9 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         conversation = set_variables(
             conversation, traits, effort=self.reasoning_effort, verbosity=self.verbosity
         )
+        choice, parallel = self.tool_choice, self.parallel_tool_calls
+        if self.old_functions:
+            choice, parallel = self.function_call, False
         form = structured_outputs_of(self.response_format, self.structured_outputs, self.regex)
         return ParsedRequest(
             conversation,
@@ -111,9 +128,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
                 structured_outputs=form,
                 prediction="" if self.prediction is None else self.prediction.text,
             ),
-            tool_choice_of(
-                self.tool_choice, list(conversation.functions), self.parallel_tool_calls
-            ),
+            tool_choice_of(choice, list(conversation.functions), parallel),
             self.form_field,
             {"logprobs": "top_logprobs"},
         )

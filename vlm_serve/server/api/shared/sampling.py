@@ -187,6 +187,8 @@ def simple_form(value: Mapping[str, Any], place: str) -> StructuredOutputs | Non
     kind = value.get("type")
     if kind not in _FORMATS:
         raise FieldError(f"{place}.type", "must be one of " + ", ".join(_FORMATS))
+    if kind == "json_object" and value.get("schema") is not None:  # llama.cpp's form
+        return json_schema_form(value, place)
     for name in ("schema", "json_schema"):
         if value.get(name) is not None:
             raise FieldError(f"{place}.{name}", f"has no effect beside {kind}; use json_schema")
@@ -299,12 +301,11 @@ def tool_choice_of(choice: Any, names: Sequence[str], parallel: bool | None) -> 
 
 
 def _function_name(tool: Any, where: str) -> str:
-    if object_of(tool, where).get("type") not in ("function", "custom"):
+    if object_of(tool, where).get("type", "function") not in ("function", "custom"):
         raise unsupported(f"{where}.type", tool.get("type"))
-    if "function" in tool:
-        return text_of(
-            object_of(tool["function"], f"{where}.function"), "name", f"{where}.function"
-        )
+    for kind in ("function", "custom"):
+        if kind in tool:
+            return text_of(object_of(tool[kind], f"{where}.{kind}"), "name", f"{where}.{kind}")
     return text_of(tool, "name", where)
 
 

@@ -27,8 +27,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
     "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
@@ -54,8 +52,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
 
 
 INSTEAD: dict[str, tuple[str, ...]] = {
-    "function_call": ("tool_choice",),
-    "functions": ("tools",),
     "grammar": ("structured_outputs",),
     "guided_choice": ("structured_outputs",),
     "guided_grammar": ("structured_outputs",),
