@@ -13,6 +13,7 @@ from classifiers import CLASSES, logits, make_classifier
 from families import FAMILIES, SPECS
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
+from prepared_prompts import answer_prepared
 from sweeps import quick
 
 from vlm_serve.commands.plan import make
@@ -21,7 +22,6 @@ from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.models.classifier import Classifier
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
-from vlm_serve.pipeline.requests import returned
 from vlm_serve.preprocess.text.pooled_prompts import rerank_messages
 
 PLAIN: dict[str, Any] = {"dtype": "float32", "block_size": 16, "cache_memory": "32MiB"}
@@ -30,7 +30,7 @@ KINDS = quick(list(CLASSES), ["qwen3"])
 
 def vectors(pipe: Pipeline, token_ids: list[int]) -> torch.Tensor:
     prompt = pipe.engine.preprocessor.prepare_tokens(token_ids)
-    (made,) = map(returned, pipe._run(iter([prompt]), [ONE_TOKEN], pooled=True))
+    (made,) = answer_prepared(pipe, [prompt], [ONE_TOKEN], pooled=True)
     assert made.vector is not None
     return torch.from_numpy(np.array(made.vector))
 
