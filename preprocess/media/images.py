@@ -16,7 +16,7 @@ without decoding anything.
 Optional packages read further formats. HEIC and HEIF need `pi-heif` (the extra `media`) or
 `pillow-heif`; JPEG XL needs `pillow-jxl-plugin`.
 
-Pages of PDF documents are rendered with pdfium (the extra `media`). A page counts as a picture: a
+Pages of PDF documents are rendered with pdfium. A page counts as a picture: a
 file of its own, its number with the document's bytes behind it. So it has a key like any upload,
 and a known page is not rendered again. Only decoding processes open documents.
 
@@ -627,6 +627,8 @@ def count_pages(document: bytes) -> int:
     with _opened(document) as pdf:
         if not len(pdf):
             raise MediaError("the PDF document has no pages")
+        for index in range(min(len(pdf), MAX_PAGES)):
+            _page(pdf, index)
         return len(pdf)
 
 
@@ -638,10 +640,7 @@ def render_page(data: bytes, limits: MediaLimits) -> PIL.Image.Image:
     start = len(_DOMAIN) + _NUMBER_BYTES
     index = int.from_bytes(data[len(_DOMAIN) : start], "little")
     with _opened(data[start:]) as pdf:
-        page = pdf[index]
-        width, height = page.get_size()
-        if not (0 < width < float("inf") and 0 < height < float("inf")):
-            raise MediaError("a page of the document has no size")
+        page, width, height = _page(pdf, index)
         scale = min(_DOTS_PER_INCH / _POINTS_PER_INCH, _LONGEST / max(width, height))
         area = width * height * scale * scale
         if area > limits.max_image_pixels:
@@ -649,6 +648,15 @@ def render_page(data: bytes, limits: MediaLimits) -> PIL.Image.Image:
         bitmap = page.render(scale=scale, rev_byteorder=True, prefer_bgrx=False)
         picture: PIL.Image.Image = bitmap.to_pil()
         return picture.convert("RGB")
+
+
+def _page(pdf: Any, index: int) -> tuple[Any, float, float]:
+    """Return a page with its size in points. Raises MediaError if it has none."""
+    page = pdf[index]
+    width, height = page.get_size()
+    if not (0 < width < float("inf") and 0 < height < float("inf")):
+        raise MediaError("a page of the document has no size")
+    return page, width, height
 
 
 @contextlib.contextmanager

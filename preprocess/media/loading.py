@@ -159,11 +159,16 @@ class MediaLoader:
         budget is exhausted; StoppedError.
         """
         stop.check()
-        with self._holding(stop) as hold:
+        with self.holding(stop) as hold:
             return self._load(part, cache_salt, stop, hold, vision_root)
 
+    def read(self, part: MediaPart, stop: Stop, hold: Hold | None) -> Any:
+        """Return what a part names, bytes of a URL. Raises as `load` does."""
+        return _read_source(part.joined(), self._limits, stop, hold)
+
     @contextlib.contextmanager
-    def _holding(self, stop: Stop) -> Iterator[Hold]:
+    def holding(self, stop: Stop) -> Iterator[Hold]:
+        """Yield a function that reserves bytes in both budgets until the end of the block."""
         with self._budget.holding() as budget, contextlib.ExitStack() as stack:
             counters = [budget]
             if self.shared_budget is not None:
