@@ -8,7 +8,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from vlm_serve.errors import InvalidRequestError, MediaError, UnsupportedFieldError
+from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.media.fetch import naming
 from vlm_serve.preprocess.media.images import MAX_PAGES, PdfPage, file_kind, renderer
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
@@ -16,8 +16,6 @@ from vlm_serve.preprocess.sized_index import SizedIndex
 
 _KNOWN = 1024
 _COUNT_BYTES = 16
-_SEEN = 1024
-"""Bytes of a file's beginning that may have a PDF document's mark."""
 
 CountPages = Callable[[bytes], int]
 """Returns the number of pages of a document."""
@@ -47,8 +45,8 @@ class Documents:
             read: returns a document's bytes. Raises InvalidRequestError.
 
         Raises:
-            UnsupportedFieldError: no package for documents is installed.
-            MediaError: a document is too large, damaged, encrypted, or has too many pages.
+            MediaError: a document is too large, damaged, encrypted, or has too many pages; or no
+                package for documents is installed.
             MediaFetchError: its URL cannot be fetched.
         """
         left, media = iter(conversation.media), list[MediaPart]()
@@ -90,16 +88,12 @@ class Documents:
 
     def _inside(self, medium: MediaPart, data: bytes) -> list[MediaPart] | str:
         """Return the pages of a document; of another file from a URL the text."""
-        param, fetched = medium.param, medium.texts[0][:5].lower() != "data:"
-        if fetched and b"%PDF-" not in data[:_SEEN]:
-            return _text_of(data, param)
-        if renderer() is None:
-            raise UnsupportedFieldError(
-                f"{param}: install pypdfium2 to read PDF documents",
-                param=param,
-                code="unsupported_field",
-            )
-        with naming(param):
+        fetched = medium.texts[0][:5].lower() != "data:"
+        with naming(medium.param):
+            if fetched and b"%PDF-" not in data[:1024]:  # where readers look for it
+                return _text_of(data)
+            if renderer() is None:
+                raise MediaError("install pypdfium2 to read PDF documents")
             number = self._number(data)
             if number > MAX_PAGES:
                 raise MediaError(f"a document may have at most {MAX_PAGES} pages, not {number}")
@@ -108,19 +102,14 @@ class Documents:
 
     def _number(self, data: bytes) -> int:
         key = blake3(data).digest(_COUNT_BYTES)
-        number = self._known.get(key)
-        if number is None:
-            number = self._count(data)
-            self._known.put(key, number)
+        number = self._known.get(key) or self._count(data)
+        self._known.put(key, number)
         return number
 
 
-def _text_of(data: bytes, param: str) -> str:
+def _text_of(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        kind = file_kind(data)
-        raise MediaError(
-            "the document is neither PDF nor text in UTF-8" + (f": it is {kind}" if kind else ""),
-            param=param,
-        ) from None
+        kind = file_kind(data) or "of an unknown kind"
+        raise MediaError(f"the document is neither PDF nor text in UTF-8: it is {kind}") from None

@@ -34,7 +34,7 @@ from vlm_serve.preprocess.media.frames import (
 )
 from vlm_serve.preprocess.media.images import PdfPage, Pixels, image_to_rgb
 from vlm_serve.preprocess.media.known_frames import KnownVideo
-from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.limits import LostFramesError, MediaLimits
 from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.part_options import options_key
 from vlm_serve.preprocess.media.processing import MediaRecord, Processed
@@ -305,7 +305,11 @@ class MediaLoader:
             index = self._raw_index.frames
             known = KnownVideo(opened, index, key, fps, held=held, recall=recall, wanted=wanted)
         with naming(upload.part.param):
-            done = twice(lambda: self._run(upload, source, known, stop))
+            try:
+                done = twice(lambda: self._run(upload, source, known, stop))
+            except LostFramesError:
+                known = KnownVideo(partial(opened, survey=True), index, key, fps, recall=False)
+                done = twice(lambda: self._run(upload, source, known, stop))
         self._count("decoded" if done.kept is None or done.kept else "frames")
         return done
 

@@ -138,10 +138,9 @@ class Conversation:
         return {"type": medium.modality, medium.modality: medium.modality}
 
     def unread(self, error: InvalidRequestError, place: str) -> dict[str, Any]:
-        """Name a document that cannot be read in `ignored`; return the text that takes its place.
+        """Name an unreadable document in `ignored`; return the text that takes its place.
 
-        A client sends a result of a tool with every later turn, so an error would end the
-        conversation for good.
+        Clients send a tool's result with every later turn: an error would end the conversation.
         """
         if place not in self.ignored:
             self.ignored.append(place)

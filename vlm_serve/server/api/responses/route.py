@@ -115,13 +115,8 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
     parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
     chat = conversation_task(incoming, body, parsed)
     stream_of = partial(ResponseStream, body, chat, service.tokenizer, turn)
-    return ResponseSpec(
-        [chat.task],
-        stream_of,
-        bool(body.stream),
-        ignored_header(ignored, parsed.conversation.ignored),
-        named=True,
-    )
+    header = ignored_header(ignored, parsed.conversation.ignored)
+    return ResponseSpec([chat.task], stream_of, bool(body.stream), header, named=True)
 
 
 def _input_of(arguments: str) -> str:

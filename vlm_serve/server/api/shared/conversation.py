@@ -124,7 +124,7 @@ def prepare(
 
         return truncated if conversation.media else truncated(Stop())
     if any(part.document and is_remote(part) for part in conversation.media):
-        return partial(_prepared, preprocessor, conversation, scope)
+        return lambda stop: preprocessor.prepare(conversation, **scope.options, stop=stop)
     rendering: Rendering = preprocessor.begin(
         conversation, **scope.options, last_tokens=last_tokens
     )
@@ -132,11 +132,6 @@ def prepare(
         return rendering
     prompt: Prompt = preprocessor.finish(rendering, [])
     return prompt.last_tokens(last_tokens)
-
-
-def _prepared(preprocessor: Any, conversation: Conversation, scope: KeyScope, stop: Stop) -> Prompt:
-    prompt: Prompt = preprocessor.prepare(conversation, **scope.options, stop=stop)
-    return prompt
 
 
 def prepare_tokens(
