@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{client.name:26} later  its turn had no time left", flush=True)
                 continue
             script = TRIES / "demo.py" if options.demo else client.script
-            limit = LONG if options.demo else LIMIT
+            limit = LONG if options.demo else client.fields.get("seconds", LIMIT)
             with Recorder(url) as seen:
                 verdict, words = tried(client, cache, seen.url, options.model, script, limit)
             failed += verdict == "fail" or (options.strict and verdict == "model")

@@ -21,7 +21,7 @@ def ran(*command: str, **settings: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=140,
+        timeout=280,
         env={**os.environ, **settings},
     )
     assert made.returncode == 0, made.stdout[-1500:]
