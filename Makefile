@@ -21,7 +21,8 @@
 # make test-lmms   has lmms-eval ask a server and a pipeline about pictures and videos, with and without
 #                  caching (300 MB of packages, once; some minutes)
 # make test-clients  has Codex CLI and the AI SDK from npm (400 MB, once) go through turns with tools, see
-#                    examples/clients; ARGS="openai litellm" adds others of examples/clients/clients.toml
+#                    examples/clients; ARGS="openai litellm" adds others of examples/clients/clients.toml,
+#                    ARGS="--turn 7" a few small ones, others with each number
 # make test-graphs   has every family of models answer with captured steps, on a stand-in for a GPU
 # make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4, with
 #                 emulated tile registers, and on aarch64 (with Debian's g++-aarch64-linux-gnu and

@@ -35,7 +35,7 @@ from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.known_prompts import Expansion, KnownPrompt, KnownPrompts
 from vlm_serve.preprocess.media.decoders import Decoders
 from vlm_serve.preprocess.media.documents import Documents
-from vlm_serve.preprocess.media.fetch import Holding
+from vlm_serve.preprocess.media.fetch import Hold, Holding
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.loading import LoadedMedia, MediaLoader, is_remote
 from vlm_serve.preprocess.media.media_processors import find_processors
@@ -159,7 +159,7 @@ class Preprocessor:
         limits = limits or MediaLimits()
         self._decoders = Decoders()
         self._loader = MediaLoader(images, videos, limits, self.raw_index, self._decoders, missing)
-        self._documents = Documents(partial(self._decoders.pages, limits), limits.max_image_bytes)
+        self._documents = Documents(partial(self._decoders.pages, limits), self._loader.check_count)
         self.takes_media = images is not None or videos is not None
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(config))
         # Both pools mostly wait: one for remote hosts of any slowness, the other for the decoders.
@@ -326,9 +326,12 @@ class Preprocessor:
             }
             conversation = read_conversation("chat", body)
         assert isinstance(conversation, Conversation)
-        rendering = self.begin(conversation, cache_salt=cache_salt, adapter=adapter)
         mine = Stop()
-        with stop.calling(mine.set) if stop is not None else contextlib.nullcontext():
+        calling = stop.calling(mine.set) if stop is not None else contextlib.nullcontext()
+        # Documents of URLs are held until all their pages are loaded.
+        with calling, self._loader.holding(mine) as hold:
+            conversation = self._with_pages(conversation, mine, hold)
+            rendering = self.begin(conversation, cache_salt=cache_salt, adapter=adapter)
             loading = self.start_loading(rendering, mine)
             try:
                 return self.finish(rendering, [future.result() for future in loading])
@@ -345,7 +348,8 @@ class Preprocessor:
     ) -> Rendering:
         """Run the first of the three steps of `prepare`: everything possible without the media.
 
-        For callers that do not block while media are loaded. Errors as in `prepare`.
+        For callers that do not block while media are loaded, so documents of URLs are not for it.
+        Errors as in `prepare`.
 
         Args:
             last_tokens: without media, the end of the prompt with so many tokens is enough; the
@@ -353,8 +357,7 @@ class Preprocessor:
         """
         wanted = None if conversation.media else last_tokens
         roots = self._roots(cache_salt, adapter)
-        if conversation.media:
-            conversation = self._with_pages(conversation)
+        conversation = self._with_pages(conversation, Stop())
         conversation = fit_systems(conversation, anywhere=self._template.traits.late_systems)
         turns = self.known_text.turns.of(cache_salt)
         request = ChatRequest(conversation, self._template, turns)
@@ -402,11 +405,14 @@ class Preprocessor:
         self.tokenizer.check_length([request.tools_text()], "tools")
         self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
 
-    def _with_pages(self, conversation: Conversation) -> Conversation:
+    def _with_pages(
+        self, conversation: Conversation, stop: Stop, hold: Hold | None = None
+    ) -> Conversation:
         """Return the conversation with documents as pictures. Raises as `prepare` does."""
-        self._loader.check_count(conversation.media)
+        self._loader.check_count([part for part in conversation.media if not part.document])
         if any(part.document for part in conversation.media):
-            conversation = self._documents.expanded(conversation)
+            read = partial(self._loader.read, stop=stop, hold=hold)
+            conversation = self._documents.expanded(conversation, read)
             self._loader.check_count(conversation.media)
         return conversation
 

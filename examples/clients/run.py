@@ -4,11 +4,13 @@
     python examples/clients/run.py codex openai --strict
     python examples/clients/run.py openai --base-url http://127.0.0.1:8000/v1 --model demo
     python examples/clients/run.py --demo             # what tries/demo.py has, without a script
+    python examples/clients/run.py --turn 7           # a few small ones, others with each number
 
 Without --base-url it starts a server of the demo model whose answers to some questions come from
 script.json (tests/scripted_server.py): HTTP, templates, parsers and cache are real. With --demo the
 model answers by itself, as `vlm-serve serve demo` does. Packages are installed into --cache, from
-pinned versions. A client without registry or node is skipped by name.
+pinned versions. A client without registry or node is skipped by name. Behind each result stand the
+client's APIs and how much of a turn its next turn had from the cache, as recorder.py saw them.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from recorder import Recorder
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -37,6 +42,8 @@ UNREACHED = re.compile(
     r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED"
     r"|NewConnectionError|NameResolutionError|ConnectTimeoutError|dns error|tcp connect error"
 )
+A_TURN, TURN_SECONDS = 4, 150
+"""Small clients of one turn, and the time after which no further one begins."""
 LIMIT, LONG = 300, 900
 """Seconds for a client; the longer one where the model reads and writes everything itself."""
 SERVER = (
@@ -68,6 +75,12 @@ class Client:
     @property
     def script(self) -> Path:
         return TRIES / str(self.fields.get("script") or f"{self.name.replace('-', '_')}.py")
+
+
+def of_turn(clients: list[Client], turn: int) -> list[Client]:
+    """Return the small clients of a turn: all have been taken after as few turns as possible."""
+    small = [client for client in clients if client.fields.get("small")]
+    return [small[(turn * A_TURN + at) % len(small)] for at in range(min(A_TURN, len(small)))]
 
 
 def read_clients() -> list[Client]:
@@ -110,9 +123,13 @@ def python_of(client: Client) -> str:
     oldest = int(client.fields.get("python", "3.0").split(".")[1])
     if sys.version_info[1] >= oldest:
         return sys.executable
-    names = (f"python3.{minor}" for minor in range(oldest, 15))
-    if found := next(filter(None, map(shutil.which, names)), None):
-        return found
+    names = [f"python3.{minor}" for minor in range(oldest, 15)]
+    found = [shutil.which(name) for name in names]
+    kept = Path.home() / ".pyenv" / "versions"
+    found += [str(path) for name in names for path in sorted(kept.glob(f"*/bin/{name}"))]
+    for python in filter(None, found):  # a shim of pyenv is there, but does not run
+        if not called([python, "--version"], 30).returncode:
+            return python
     raise SkippedError(f"it needs Python 3.{oldest}")
 
 
@@ -236,13 +253,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=home / "vlm-serve" / "clients")
     parser.add_argument("--strict", action="store_true", help="the model's failures fail it too")
     parser.add_argument("--demo", action="store_true", help="ask the demo model itself")
+    parser.add_argument("--turn", type=int, help="also the small clients of this number's turn")
     options = parser.parse_args(arguments)
     known = {
         each.name: each for each in read_clients() if each.fields.get("demo") or not options.demo
     }
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"no such clients: {', '.join(unknown)}; known: {', '.join(known)}")
-    chosen = [known[name] for name in options.names or known]
+    extra = [] if options.turn is None else of_turn(list(known.values()), options.turn)
+    names = options.names or ([] if extra else list(known))
+    chosen = [known[name] for name in names]
+    chosen += [client for client in extra if client not in chosen]
     cache = options.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -250,12 +271,18 @@ def main(arguments: list[str] | None = None) -> int:
         url = options.base_url or stack.enter_context(
             own_server(cache / "server.log", scripted=not options.demo)
         )
+        began = time.monotonic()
         for client in chosen:
+            if client.name not in names and time.monotonic() - began > TURN_SECONDS:
+                print(f"{client.name:26} later  its turn had no time left", flush=True)
+                continue
             script = TRIES / "demo.py" if options.demo else client.script
-            limit = LONG if options.demo else LIMIT
-            verdict, words = tried(client, cache, url, options.model, script, limit)
+            limit = LONG if options.demo else client.fields.get("seconds", LIMIT)
+            with Recorder(url) as seen:
+                verdict, words = tried(client, cache, seen.url, options.model, script, limit)
             failed += verdict == "fail" or (options.strict and verdict == "model")
-            print(f"{client.name:26} {verdict:6} {client.version:40} {words}", flush=True)
+            wires = f"[{', '.join(seen.wires)}; turn 2: {seen.second_turn() or 'none'}]"
+            print(f"{client.name:26} {verdict:6} {client.version:40} {words} {wires}", flush=True)
     return int(failed > 0)
 
 

@@ -55,7 +55,7 @@ class MediaItem(Protocol):
     decoded: bool
     """True if this request had to decode the medium (False: known from the raw index)."""
     cut_short: bool
-    """True for a file with its end missing; the medium is the part before."""
+    """True for a file of which a part is missing or does not decode; the medium is the rest."""
 
     @property
     def num_bytes(self) -> int:

@@ -40,7 +40,7 @@ from vlm_serve.preprocess.media.images import (
     may_be_animated,
     open_image,
 )
-from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.limits import LostFramesError, MediaLimits
 from vlm_serve.preprocess.media.videos import EncodedVideo
 
 _KEPT_STATUSES = 64
@@ -146,9 +146,9 @@ def _serve(sock: socket.socket, task: dict[str, Any], descriptor: int, own_bytes
         elif task["kind"] == "document":
             send(sock, {"pages": count_pages(data.tobytes())})
         else:
-            _serve_video(sock, data, limits, task["fps"])
+            _serve_video(sock, data, limits, task)
     except MediaError as error:
-        send(sock, {"error": error.message})
+        send(sock, {"error": error.message, "lost": isinstance(error, LostFramesError)})
     except MemoryError:
         most_mib = limits.max_decode_bytes >> 20
         send(sock, {"error": f"the {task['kind']} takes over {most_mib} MiB to decode"})
@@ -188,13 +188,13 @@ def _shared(shape: tuple[int, ...], dtype: Any = np.uint8) -> SharedArray:
         raise
 
 
-def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, fps: float | None) -> None:
+def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, task: dict[str, Any]) -> None:
     """Send the times of all frames, then one selected frame per "next" message.
 
     The owner asks for a few frames ahead.
     """
-    animated = may_be_animated(data.data)
-    video = (AnimatedPicture if animated else EncodedVideo)(data.data, fps, limits)
+    survey = {} if may_be_animated(data.data) else {"survey": task["survey"]}
+    video = (EncodedVideo if survey else AnimatedPicture)(data.data, task["fps"], limits, **survey)
     with _shared((len(video.times),), np.float64) as times:
         times.array[:] = video.times
         head = {"fps": video.fps, "steady": video.steady, "cut_short": video.cut_short}

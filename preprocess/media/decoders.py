@@ -27,7 +27,7 @@ import numpy.typing as npt
 from vlm_serve.errors import EngineClosedError, MediaError, OverloadedError, VlmServeError
 from vlm_serve.preprocess.media.decode_wire import GoneError, receive, send, share, take_array
 from vlm_serve.preprocess.media.images import Pixels, is_page
-from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.limits import LostFramesError, MediaLimits
 from vlm_serve.system import child, children
 from vlm_serve.system.children import CRASHES
 from vlm_serve.system.stopping import Stop
@@ -173,7 +173,13 @@ class Decoders:
 
     @contextlib.contextmanager
     def video(
-        self, data: bytes, fps: float | None, limits: MediaLimits, stop: Stop
+        self,
+        data: bytes,
+        fps: float | None,
+        limits: MediaLimits,
+        stop: Stop,
+        *,
+        survey: bool = False,
     ) -> Iterator[DecodedVideo]:
         """Yield an encoded video, as `media_video.EncodedVideo` reads it; valid inside the block.
 
@@ -182,7 +188,7 @@ class Decoders:
         if len(data) > limits.max_video_bytes:
             raise MediaError(f"the video is over {limits.max_video_bytes} bytes")
         with self._process(True, len(data), stop) as process:
-            _ask(process, "video", data, limits, fps=fps)
+            _ask(process, "video", data, limits, fps=fps, survey=survey)
             video = DecodedVideo(process, limits)
             try:
                 yield video
@@ -616,7 +622,8 @@ class DecodeProcess:
         message, descriptor = receive(self._sock, deadline)
         self.awaiting = False
         if "error" in message:
-            raise MediaError(str(message["error"]))
+            error = LostFramesError if message.get("lost") else MediaError
+            raise error(str(message["error"]))
         return message, descriptor
 
 

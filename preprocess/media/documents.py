@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from blake3 import blake3
 
-from vlm_serve.errors import MediaError, UnsupportedFieldError
+from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.media.fetch import naming
-from vlm_serve.preprocess.media.images import MAX_PAGES, PdfPage, renderer
+from vlm_serve.preprocess.media.images import MAX_PAGES, PdfPage, file_kind, renderer
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
-from vlm_serve.preprocess.reading.data_url import read_data_url
 from vlm_serve.preprocess.sized_index import SizedIndex
 
 _KNOWN = 1024
@@ -27,68 +26,90 @@ class Documents:
 
     Args:
         count: counts pages. Counts of earlier documents are kept.
-        max_bytes: size of a document.
+        check: raises InvalidRequestError if a prompt may not have these media.
     """
 
-    def __init__(self, count: CountPages, max_bytes: int) -> None:
-        self._count, self._max_bytes = count, max_bytes
+    def __init__(self, count: CountPages, check: Callable[[list[MediaPart]], None]) -> None:
+        self._count, self._check = count, check
         self._known = SizedIndex[int](_KNOWN, lambda number: 1)
 
-    def expanded(self, conversation: Conversation) -> Conversation:
+    def expanded(
+        self, conversation: Conversation, read: Callable[[MediaPart], bytes]
+    ) -> Conversation:
         """Return the conversation with each page as a picture.
 
+        In the result of a tool, a text takes the place of a document that cannot be read, and the
+        conversation's `ignored` names it.
+
+        Args:
+            read: returns a document's bytes. Raises InvalidRequestError.
+
         Raises:
-            UnsupportedFieldError: no package for documents is installed.
-            MediaError: a document is too large, damaged, encrypted, or has too many pages.
+            MediaError: a document is too large, damaged, encrypted, or has too many pages; or no
+                package for documents is installed.
+            MediaFetchError: its URL cannot be fetched.
         """
         left, media = iter(conversation.media), list[MediaPart]()
+
+        def parts(message: Mapping[str, Any]) -> Iterator[Any]:
+            for part in message["content"]:
+                if isinstance(part, str) or part.get("text") is not None:
+                    yield part
+                    continue
+                medium = next(left)
+                if not medium.document:
+                    media.append(medium)
+                    yield part
+                    continue
+                try:
+                    self._check([medium])
+                    inside = self._inside(medium, read(medium))
+                    pages = inside if isinstance(inside, list) else []
+                    self._check([*media, *pages])
+                except InvalidRequestError as error:
+                    if message["role"] != "tool":
+                        raise
+                    yield conversation.unread(error, medium.param)
+                    continue
+                if isinstance(inside, str):
+                    yield text_part(inside)
+                for number, page in enumerate(pages, start=1):
+                    media.append(page)
+                    yield text_part(f"\nPage {number}:\n")
+                    yield part
+
         messages = [
-            message | {"content": list(self._parts(message["content"], left, media))}
+            message | {"content": list(parts(message))}
             if isinstance(message["content"], list)
             else message
             for message in conversation.messages
         ]
         return replace(conversation, messages=messages, media=media)
 
-    def _parts(
-        self, content: list[Any], left: Iterator[MediaPart], media: list[MediaPart]
-    ) -> Iterator[Any]:
-        for part in content:
-            if isinstance(part, str) or part.get("text") is not None:
-                yield part
-                continue
-            medium = next(left)
-            if not medium.document:
-                media.append(medium)
-                yield part
-                continue
-            for page in self._pages(medium):
-                media.append(page)
-                assert isinstance(page.source, PdfPage)
-                yield text_part(f"\nPage {page.source.index + 1}:\n")
-                yield part
-
-    def _pages(self, medium: MediaPart) -> Iterator[MediaPart]:
-        param = medium.param
-        if renderer() is None:
-            raise UnsupportedFieldError(
-                f"{param}: install vlm-serve[media] to read PDF documents",
-                param=param,
-                code="unsupported_field",
-            )
-        with naming(param):
-            data = read_data_url("".join(medium.texts), self._max_bytes)
+    def _inside(self, medium: MediaPart, data: bytes) -> list[MediaPart] | str:
+        """Return the pages of a document; of another file from a URL the text."""
+        fetched = medium.texts[0][:5].lower() != "data:"
+        with naming(medium.param):
+            if fetched and b"%PDF-" not in data[:1024]:  # where readers look for it
+                return _text_of(data)
+            if renderer() is None:
+                raise MediaError("install pypdfium2 to read PDF documents")
             number = self._number(data)
             if number > MAX_PAGES:
                 raise MediaError(f"a document may have at most {MAX_PAGES} pages, not {number}")
-        for index in range(number):
-            source = PdfPage(data, index)
-            yield replace(medium, source=source, head="", document=False, url_only=False)
+        page = replace(medium, head="", document=False, url_only=False)
+        return [replace(page, source=PdfPage(data, index)) for index in range(number)]
 
     def _number(self, data: bytes) -> int:
         key = blake3(data).digest(_COUNT_BYTES)
-        number = self._known.get(key)
-        if number is None:
-            number = self._count(data)
-            self._known.put(key, number)
+        number = self._known.get(key) or self._count(data)
+        self._known.put(key, number)
         return number
+
+
+def _text_of(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        kind = file_kind(data) or "of an unknown kind"
+        raise MediaError(f"the document is neither PDF nor text in UTF-8: it is {kind}") from None

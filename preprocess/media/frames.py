@@ -41,7 +41,7 @@ class Video(Protocol):
     """The frames are `1 / fps` apart, as precisely as `times` can say it."""
 
     cut_short: bool
-    """The file ends before its own end, or cannot be read further."""
+    """A part of the file is missing, or does not decode."""
 
     sound: bool
     """So far nothing shows damage, so a frame has the same pixels whatever else is decoded."""

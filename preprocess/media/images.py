@@ -4,7 +4,7 @@ Transparency is composed over white with the same Pillow calls as in transformer
 (`image_transforms.convert_to_rgb`), hence with the same bits. Three things left open by
 transformers are defined here. EXIF orientation is always applied. 16-bit samples keep their upper
 byte instead of clipping. A transparent colour of a PNG file refers to samples at the file's own
-depth.
+depth. Grey TIFF files of instruments are shown by the range of their samples (`_grey_range`).
 
 Pictures are converted strip by strip into the returned array. Besides it and Pillow's decoded
 image, no other full-size copy exists.
@@ -16,7 +16,7 @@ without decoding anything.
 Optional packages read further formats. HEIC and HEIF need `pi-heif` (the extra `media`) or
 `pillow-heif`; JPEG XL needs `pillow-jxl-plugin`.
 
-Pages of PDF documents are rendered with pdfium (the extra `media`). A page counts as a picture: a
+Pages of PDF documents are rendered with pdfium. A page counts as a picture: a
 file of its own, its number with the document's bytes behind it. So it has a key like any upload,
 and a known page is not rendered again. Only decoding processes open documents.
 
@@ -97,6 +97,7 @@ _VIDEO_KINDS = (
     "an MPEG program stream",
 )
 _REMEDIES = dict.fromkeys(_VIDEO_KINDS, "send it as a video") | {
+    "a TIFF picture": "save its samples with 8 or 16 bits, or as PNG",
     PDF: "a part of the type file takes it",
     "a HEIC picture": "install vlm-serve[media] to read it",
     "a HEIF picture": "install vlm-serve[media] to read it",
@@ -259,8 +260,10 @@ def _unsupported(data: bytes) -> MediaError:
     kind = file_kind(data)
     known = f"not an image of a supported format ({', '.join(FORMATS)})"
     guess = f": it is {kind}" if kind else ""
-    remedy = f"; {_REMEDIES[kind]}" if kind in _REMEDIES else ""
-    return MediaError(known + guess + remedy)
+    remedy = _REMEDIES.get(kind or "") or (
+        "save it as PNG" if kind in {*_OTHERS.values(), _TGA} else ""
+    )
+    return MediaError(known + guess + (remedy and f"; {remedy}"))
 
 
 def _decode(
@@ -272,8 +275,7 @@ def _decode(
     _load(image, limits)
     if low is not None:
         _load(low, limits)
-    if image.mode == "F":
-        raise MediaError("floating-point images are not supported")
+    grey = _grey_range(image)
     with _reading(limits):
         orientation = _orientation(image)
         transposed = orientation in _TRANSPOSED
@@ -282,7 +284,7 @@ def _decode(
         )
         view = _AS_STORED.get(orientation, _unchanged)(pixels)
         for box in _strips(image.size):
-            view[box[1] : box[3]] = _to_rgb(image.crop(box), low and low.crop(box))
+            view[box[1] : box[3]] = _to_rgb(image.crop(box), low and low.crop(box), grey)
     return pixels
 
 
@@ -345,7 +347,40 @@ def _normalise_transparency(image: PIL.Image.Image, data: bytes) -> PIL.Image.Im
     return low
 
 
-def _to_rgb(strip: PIL.Image.Image, low: PIL.Image.Image | None) -> Pixels:
+def _grey_range(image: PIL.Image.Image) -> tuple[float, float] | None:
+    """Return the samples that are black and white; None: the upper byte of 16 bits is shown.
+
+    White is the first of the numbers below that is not exceeded. Samples beyond all, or below 0,
+    are shown from the smallest to the largest. Raises MediaError for some that Pillow misreads.
+    """
+    if image.mode != "F" and not (image.format == "TIFF" and image.mode in _16_BIT):
+        return None
+    low, high = np.inf, -np.inf
+    for box in _strips(image.size):
+        samples = np.asarray(image.crop(box)).astype(np.float64)
+        known = samples[np.isfinite(samples)]
+        low, high = known.min(initial=low), known.max(initial=high)
+    if low < 0 and image.mode == "I" and dict(getattr(image, "tag_v2", {})).get(339, (1,))[0] == 1:
+        raise MediaError("a TIFF picture with whole numbers over 2147483647; save it as PNG")
+    whites = (1, 0xFF) if image.mode == "F" else (0xFF, 0x3FF, 0xFFF, 0x3FFF, 0xFFFF)
+    white = next((white for white in whites if low >= 0 and high <= white), None)
+    if white == 0xFFFF:
+        return None
+    return (float(low), float(high)) if white is None else (0.0, float(white))
+
+
+def _from_range(samples: Any, black: float, white: float) -> Pixels:
+    scale = 255 / (white - black) if white > black else 0.0
+    shown = np.nan_to_num(samples.astype(np.float64), posinf=white, neginf=black)
+    grey = np.rint(np.clip((shown - black) * scale, 0, 255)).astype(np.uint8)
+    return np.broadcast_to(grey[:, :, None], (*grey.shape, 3))
+
+
+def _to_rgb(
+    strip: PIL.Image.Image, low: PIL.Image.Image | None, grey: tuple[float, float] | None
+) -> Pixels:
+    if grey is not None:
+        return _from_range(np.asarray(strip), *grey)
     if strip.mode in _16_BIT:
         return _from_16_bit(strip)
     if low is not None:
@@ -526,6 +561,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"BM", "a BMP picture"),
     (0, b"II*\0", "a TIFF picture"),
     (0, b"MM\0*", "a TIFF picture"),
+    (128, b"DICM", "a DICOM picture; export it as PNG"),
     (8, b"WEBP", "a WebP picture"),
     (8, b"WAVE", "a WAV sound"),
     (8, b"AVI ", "an AVI video"),
@@ -540,6 +576,17 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x7fELF", "a program"),
     (0, b"SQLite format 3\0", "an SQLite database"),
 )
+_OTHERS = {
+    b"\0\0\0\x0cjP  \r\n\x87\n": "a JPEG 2000 picture",
+    b"\xff\x4f\xff\x51": "a JPEG 2000 picture",
+    b"\0\0\x01\0": "a Windows icon (ICO)",
+    b"8BPS": "a Photoshop document (PSD)",
+    b"v/1\x01": "an OpenEXR picture",
+    b"SIMPLE  =": "a FITS picture",
+    **{b"P%d%c" % (kind, end): "a PPM picture" for kind in range(1, 8) for end in b"\n\r \t"},
+}
+"""Pictures of other formats by their first bytes."""
+_TGA, _TGA_END = "a TGA picture", b"TRUEVISION-XFILE.\0"
 _BRANDS = {
     b"avif": "an AVIF picture",
     b"avis": "an AVIF picture",
@@ -559,6 +606,10 @@ def file_kind(data: bytes | memoryview) -> str | None:
     for at, magic, kind in _MAGIC:
         if head[at : at + len(magic)] == magic:
             return kind
+    if other := next((magic for magic in _OTHERS if head.startswith(magic)), None):
+        return _OTHERS[other]
+    if bytes(data[-len(_TGA_END) :]) == _TGA_END:
+        return _TGA
     if head[4:8] == b"ftyp":
         return _BRANDS.get(head[8:12], MP4)
     return _text_kind(head)
@@ -627,6 +678,8 @@ def count_pages(document: bytes) -> int:
     with _opened(document) as pdf:
         if not len(pdf):
             raise MediaError("the PDF document has no pages")
+        for index in range(min(len(pdf), MAX_PAGES)):
+            _page(pdf, index)
         return len(pdf)
 
 
@@ -638,10 +691,7 @@ def render_page(data: bytes, limits: MediaLimits) -> PIL.Image.Image:
     start = len(_DOMAIN) + _NUMBER_BYTES
     index = int.from_bytes(data[len(_DOMAIN) : start], "little")
     with _opened(data[start:]) as pdf:
-        page = pdf[index]
-        width, height = page.get_size()
-        if not (0 < width < float("inf") and 0 < height < float("inf")):
-            raise MediaError("a page of the document has no size")
+        page, width, height = _page(pdf, index)
         scale = min(_DOTS_PER_INCH / _POINTS_PER_INCH, _LONGEST / max(width, height))
         area = width * height * scale * scale
         if area > limits.max_image_pixels:
@@ -649,6 +699,15 @@ def render_page(data: bytes, limits: MediaLimits) -> PIL.Image.Image:
         bitmap = page.render(scale=scale, rev_byteorder=True, prefer_bgrx=False)
         picture: PIL.Image.Image = bitmap.to_pil()
         return picture.convert("RGB")
+
+
+def _page(pdf: Any, index: int) -> tuple[Any, float, float]:
+    """Return a page with its size in points. Raises MediaError if it has none."""
+    page = pdf[index]
+    width, height = page.get_size()
+    if not (0 < width < float("inf") and 0 < height < float("inf")):
+        raise MediaError("a page of the document has no size")
+    return page, width, height
 
 
 @contextlib.contextmanager

@@ -61,6 +61,10 @@ class MediaLimits:
         assert 0 < self.max_image_pixels <= _PILLOW_ERROR_PIXELS
 
 
+class LostFramesError(MediaError):
+    """Frames that the packets of a file promise do not decode."""
+
+
 def check_deadline(deadline: float, limits: MediaLimits) -> None:
     """Raise MediaError once a video's decoding is behind its deadline, in monotonic seconds."""
     if time.monotonic() > deadline:

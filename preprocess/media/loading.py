@@ -34,7 +34,7 @@ from vlm_serve.preprocess.media.frames import (
 )
 from vlm_serve.preprocess.media.images import PdfPage, Pixels, image_to_rgb
 from vlm_serve.preprocess.media.known_frames import KnownVideo
-from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.limits import LostFramesError, MediaLimits
 from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.part_options import options_key
 from vlm_serve.preprocess.media.processing import MediaRecord, Processed
@@ -159,11 +159,16 @@ class MediaLoader:
         budget is exhausted; StoppedError.
         """
         stop.check()
-        with self._holding(stop) as hold:
+        with self.holding(stop) as hold:
             return self._load(part, cache_salt, stop, hold, vision_root)
 
+    def read(self, part: MediaPart, stop: Stop, hold: Hold | None) -> Any:
+        """Return what a part names, bytes of a URL. Raises as `load` does."""
+        return _read_source(part.joined(), self._limits, stop, hold)
+
     @contextlib.contextmanager
-    def _holding(self, stop: Stop) -> Iterator[Hold]:
+    def holding(self, stop: Stop) -> Iterator[Hold]:
+        """Yield a function that reserves bytes in both budgets until the end of the block."""
         with self._budget.holding() as budget, contextlib.ExitStack() as stack:
             counters = [budget]
             if self.shared_budget is not None:
@@ -300,7 +305,11 @@ class MediaLoader:
             index = self._raw_index.frames
             known = KnownVideo(opened, index, key, fps, held=held, recall=recall, wanted=wanted)
         with naming(upload.part.param):
-            done = twice(lambda: self._run(upload, source, known, stop))
+            try:
+                done = twice(lambda: self._run(upload, source, known, stop))
+            except LostFramesError:
+                known = KnownVideo(partial(opened, survey=True), index, key, fps, recall=False)
+                done = twice(lambda: self._run(upload, source, known, stop))
         self._count("decoded" if done.kept is None or done.kept else "frames")
         return done
 

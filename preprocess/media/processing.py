@@ -83,7 +83,7 @@ class MediaRecord:
             image.
         merge_size: patches per side that form one token.
         slices: layout of every picture, None for no slices.
-        cut_short: the file ends before its own end; the medium is the part before.
+        cut_short: a part of the file is missing or does not decode; the medium is the rest.
     """
 
     modality: Modality

@@ -4,12 +4,14 @@ A file is read twice. The first pass decodes nothing and finds the frame times a
 The second decodes only what the wanted frames need, from the key frame before each. If a file's
 marks of key frames prove wrong, everything is decoded from the start. Frame i is the i-th in
 presentation order. A file may end anywhere, or be unreadable from some place on: then it has the
-frames before.
+frames before. A file may also begin anywhere: then it has the frames from the first key frame on.
+Where frames are lost in the middle, a survey finds those that decode, and the file has these.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import struct
 import time
@@ -26,7 +28,12 @@ from av.video.reformatter import VideoReformatter
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.media.images import MP4, Pixels, file_kind
-from vlm_serve.preprocess.media.limits import MediaLimits, check_deadline, check_video
+from vlm_serve.preprocess.media.limits import (
+    LostFramesError,
+    MediaLimits,
+    check_deadline,
+    check_video,
+)
 from vlm_serve.preprocess.media.video_times import (
     FrameTimes,
     PacketTime,
@@ -35,11 +42,11 @@ from vlm_serve.preprocess.media.video_times import (
     strictly_ascending,
 )
 
-VIDEO_FORMATS = "MP4, MOV, WebM, Matroska, AVI, MPEG, FLV, WMV"
+VIDEO_FORMATS = "MP4, MOV, WebM, Matroska, AVI, MPEG, FLV, WMV, bare H.264 and HEVC"
 # Playlists, SDP and concat scripts open files and ports named by the client, so they are not
 # allowed. Without protocols, nothing could be opened anyway.
 _OPEN_OPTIONS = {
-    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,flv,asf,mpeg",
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,flv,asf,mpeg,h264,hevc",
     "protocol_whitelist": "",
 }
 # In these codecs no other frame needs a non-reference frame, so it can be skipped. (In HEVC, higher
@@ -70,6 +77,7 @@ class EncodedVideo:
         data: bytes of an MP4/MOV, Matroska/WebM, AVI, MPEG, FLV or ASF/WMV file.
         fps: replaces the file's own average rate and determines the frame times.
         limits: limits on bytes, frames, pixels, length and decoding time.
+        survey: decode everything first, and leave out what does not decode.
 
     Attributes:
         fps, times, steady, cut_short, sound: see `Video`.
@@ -78,7 +86,14 @@ class EncodedVideo:
     Raises MediaError if the bytes are not such a video or a limit is exceeded.
     """
 
-    def __init__(self, data: bytes | memoryview, fps: float | None, limits: MediaLimits) -> None:
+    def __init__(
+        self,
+        data: bytes | memoryview,
+        fps: float | None,
+        limits: MediaLimits,
+        *,
+        survey: bool = False,
+    ) -> None:
         if not data:
             raise MediaError("the video is empty")
         if len(data) > limits.max_video_bytes:
@@ -86,12 +101,13 @@ class EncodedVideo:
         self._data, self._limits = _readable_part(memoryview(data)), limits
         self.cut_short = len(self._data) < len(data)
         self.sound, self.num_decoded = True, 0
+        self._surveyed, self._skipped = survey, 0
         self._converter = VideoReformatter()
         self._deadline = time.monotonic() + limits.max_decode_seconds
         if _lacks_index(self._data):
             raise MediaError(self._why_unread())
         try:
-            self._index_packets(fps)
+            self._index_packets(fps, survey)
         except _ERRORS as error:
             if isinstance(error, MediaError):
                 raise
@@ -119,7 +135,7 @@ class EncodedVideo:
             raise MediaError("the video's codec is not supported")
         return container, stream
 
-    def _index_packets(self, fps: float | None) -> None:
+    def _index_packets(self, fps: float | None, survey: bool) -> None:
         container, stream = self._open()
         with container:
             size = stream.codec_context.height, stream.codec_context.width
@@ -134,9 +150,13 @@ class EncodedVideo:
                 stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
             )
             rate = float(stream.average_rate or stream.guessed_rate or 0)
-            timeline = self._find_times(packets, rate, fps, known=stream.time_base is not None)
-            self.times, self.fps, self.steady = timeline.seconds, timeline.fps, timeline.steady
             self.cut_short = self.cut_short or not whole
+            self._find_shown(packets)
+            key = keys.index(True) if any(keys) else 0
+            if survey or (self._shown[0] < (self._pts[key] or 0) if self._by_time else key):
+                self._leave_out(whole=survey or not self._by_time)
+            timeline = self._find_times(rate, fps, known=stream.time_base is not None)
+            self.times, self.fps, self.steady = timeline.seconds, timeline.fps, timeline.steady
             self.sound = self.sound and self._by_time and not self.cut_short
             steady_length = len(self.times) / self.fps
             seconds = steady_length if self.steady else self.times[-1] + 1 / self.fps
@@ -170,25 +190,52 @@ class EncodedVideo:
         whole = whole and complete == len(packets)
         return packets[:complete], keys[:complete], whole
 
-    def _find_times(
-        self, packets: Sequence[PacketTime], rate: float, fps: float | None, *, known: bool
-    ) -> FrameTimes:
+    def _find_shown(self, packets: Sequence[PacketTime]) -> None:
         shown = [pts for pts, packet in zip(self._pts, packets, strict=True) if packet.shown]
         if not shown:
             raise MediaError("the video has no frames")
-        self._shown = sorted(pts for pts in shown if pts is not None)
+        self._shown, self._total = sorted(pts for pts in shown if pts is not None), len(shown)
         # Without distinct times, frames can only be counted in the decoder's output.
         self._by_time = len(self._shown) == len(shown) and strictly_ascending(self._shown)
+
+    def _leave_out(self, *, whole: bool) -> None:
+        """Leave out what does not decode before the first key frame is shown; if `whole`, anywhere.
+
+        Between key frames some decoders begin with grey pictures, others with none.
+        """
+        found, key = list[Any](), None
+        container, stream = self._open()
+        with container:
+            for frame in self._decode_segments(container, stream, [(0, len(self._pts))], None):
+                if self._by_time and (frame.pts is None or (found and frame.pts <= found[-1])):
+                    continue
+                if key is None and _is_key(frame):
+                    key = len(found)
+                found.append(frame.pts)
+                if key is not None and not whole:
+                    break
+        self._skipped = 0 if self._keys[0] else key or 0
+        found = found[self._skipped :]
+        if not found:
+            raise MediaError("the video is damaged: no frame of it decodes")
+        if self._by_time:
+            kept, rest = frozenset(found), math.inf if whole else found[-1]
+            self._shown = [pts for pts in self._shown if pts in kept or pts > rest]
+        left = len(self._shown) if self._by_time else len(found)
+        self.cut_short = self.cut_short or left < self._total
+        self._total = left
+
+    def _find_times(self, rate: float, fps: float | None, *, known: bool) -> FrameTimes:
         if fps is not None:
-            return FrameTimes.even(len(shown), fps)
+            return FrameTimes.even(self._total, fps)
         times = self._shown if self._by_time else None
-        return measure(times, len(shown), self._time_base if known else None, rate)
+        return measure(times, self._total, self._time_base if known else None, rate)
 
     def _check_time(self) -> None:
         check_deadline(self._deadline, self._limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
-        """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
+        """See `Video.frames`. Raises LostFramesError if the file proves to be damaged."""
         assert list(indices) == sorted(indices)
         self._deadline = time.monotonic() + self._limits.max_decode_seconds
         decoded = self._decode_by_time if self._by_time else self._decode_by_count
@@ -201,16 +248,16 @@ class EncodedVideo:
         except (av.FFmpegError, ValueError, EOFError, OSError) as error:
             if isinstance(error, MediaError):
                 raise
-            raise MediaError("the video is damaged") from None
+            raise LostFramesError("the video is damaged") from None
         if done < len(indices):
-            raise MediaError("the video is truncated or damaged")
+            raise LostFramesError("the video is truncated or damaged")
 
     def _decode_by_count(self, wanted: list[int]) -> Iterator[tuple[int, Pixels]]:
         container, stream = self._open()
         with container:
             segments = [(0, len(self._pts))]
             frames = self._decode_segments(container, stream, segments, None)
-            for index, frame in enumerate(frames):
+            for index, frame in enumerate(frames, start=-self._skipped):
                 if index == wanted[0]:
                     wanted = wanted[1:]
                     yield index, self._to_rgb(frame)
@@ -218,15 +265,13 @@ class EncodedVideo:
                     return
 
     def _decode_by_time(self, wanted: list[int]) -> Iterator[tuple[int, Pixels]]:
-        jumps = self._segments([self._shown[index] for index in wanted])
         everything = [(0, len(self._pts))]
-        try:
-            for index, pixels in self._decode_jumps(wanted, jumps):
-                yield index, pixels
-                wanted = wanted[1:]
-        except _ERRORS as error:
-            if isinstance(error, MediaError) or jumps[-1][0] == 0:
-                raise
+        jumps = everything
+        if not self._surveyed:  # what damage leaves of a frame depends on those before it
+            jumps = self._segments([self._shown[index] for index in wanted])
+        for index, pixels in self._decode_jumps(wanted, jumps):
+            yield index, pixels
+            wanted = wanted[1:]
         if wanted and jumps[-1][0]:
             # A frame did not come, or not as it should: the key frames are not where the file says.
             self.sound = False
@@ -281,7 +326,7 @@ class EncodedVideo:
 
         Ends early if the first frame behind a jump is not a key frame.
         """
-        context, number, at = _decoder(stream), -1, 0
+        context, number, at = _decoder(stream, threads=not self._surveyed), -1, 0
         begins = segments[0][0] > 0
         for packet in container.demux(stream):
             self._check_time()
@@ -292,10 +337,10 @@ class EncodedVideo:
             if number < start:
                 continue
             packet.pts = self._pts[number]
-            if self._skip_safe and wanted is not None:
+            if self._skip_safe and wanted is not None and not self._surveyed:
                 context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
             last = number + 1 == end
-            for frame in _frames_of(context, packet, drain=last):
+            for frame in self._frames_of(context, packet, drain=last):
                 if begins and not _is_key(frame):
                     return
                 begins = False
@@ -308,16 +353,21 @@ class EncodedVideo:
                 if at == len(segments):
                     return
 
+    def _frames_of(self, context: Any, packet: Any, *, drain: bool) -> Iterator[Any]:
+        """Yield a decoder's frames for a packet; drain it before packets are skipped."""
+        for each in (packet, None) if drain else (packet,):
+            try:
+                frames = context.decode(each)
+            except av.FFmpegError as error:
+                if isinstance(error, MemoryError):
+                    raise MemoryError from None
+                self.sound = False
+                continue
+            yield from frames
+
     def _to_rgb(self, frame: Any) -> Pixels:
         converter = self._converter
         return upright(frame, self._aspect, self._limits, converter=converter)
-
-
-def _frames_of(context: Any, packet: Any, *, drain: bool) -> Iterator[Any]:
-    """Yield a decoder's frames for a packet; drain it before packets are skipped."""
-    yield from context.decode(packet)
-    if drain:
-        yield from context.decode(None)
 
 
 def _is_key(frame: Any) -> bool:
@@ -325,8 +375,8 @@ def _is_key(frame: Any) -> bool:
     return bool(frame.key_frame) or frame.pict_type == PictureType.I
 
 
-def _decoder(stream: Any) -> Any:
-    """Return a decoder for a stream, with threads.
+def _decoder(stream: Any, *, threads: bool) -> Any:
+    """Return a decoder for a stream. With threads, damage may look different each time.
 
     A WebM file keeps transparency as a second picture beside each frame; libvpx alone reads it.
     """
@@ -335,7 +385,7 @@ def _decoder(stream: Any) -> Any:
     if with_alpha in av.codecs_available:
         context = av.CodecContext.create(with_alpha, "r")
     context.thread_type = "AUTO"
-    context.thread_count = min(4, os.cpu_count() or 1)
+    context.thread_count = min(4, os.cpu_count() or 1) if threads else 1
     return context
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.chat import read_tool_call
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
-from vlm_serve.preprocess.reading.parts import document, file_content
+from vlm_serve.preprocess.reading.parts import document, document_at, file_content
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
 from vlm_serve.preprocess.reading.vendor_tools import read_block_tools
 
@@ -29,6 +29,10 @@ _DROPPED = frozenset(
         "web_search_tool_result",
     }
 )
+_TEXTS = {"text": "text", "compaction": "content"}
+"""Blocks that are a text, and where it is; a compaction's is a summary of earlier turns."""
+_DOCUMENTS = {"document": ("title", "context"), "search_result": ("source", "title")}
+"""Blocks with a text or pages inside, and what else they say of it."""
 
 
 def read_blocks(body: Mapping[str, Any], conversation: Conversation) -> None:
@@ -82,7 +86,8 @@ def _without_billing(system: Any, conversation: Conversation) -> Any:
 def _is_dropped(block: Any, place: str, conversation: Conversation) -> bool:
     """Return True for a block without meaning here, and name it."""
     kind = object_of(block, place).get("type")
-    if not isinstance(kind, str) or kind not in _DROPPED:
+    empty = kind == "compaction" and not block.get("content")
+    if not empty and (not isinstance(kind, str) or kind not in _DROPPED):
         return False
     conversation.ignored.append(place)
     return True
@@ -98,7 +103,9 @@ def _read_user(blocks: Sequence[Any], where: str, conversation: Conversation) ->
         if block.get("type") == "tool_result":
             parts = None
             call_id = text_of(block, "tool_use_id", place)
+            conversation.in_result = True
             result = _content(block.get("content") or "", f"{place}.content", conversation)
+            conversation.in_result = False
             conversation.add_result(call_id, result, f"{place}.tool_use_id")
             continue
         if parts is None:
@@ -108,15 +115,17 @@ def _read_user(blocks: Sequence[Any], where: str, conversation: Conversation) ->
 
 
 def _read_answer(blocks: Sequence[Any], where: str, conversation: Conversation) -> None:
-    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    texts, thoughts = list[str](), list[str]()
     calls = []
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         if _is_dropped(block, place, conversation):
             continue
         kind = block.get("type")
-        if isinstance(kind, str) and kind in texts:
-            texts[kind].append(text_of(block, kind, place))
+        if isinstance(kind, str) and kind in _TEXTS:
+            texts.append(text_of(block, _TEXTS[kind], place))
+        elif kind == "thinking":
+            thoughts.append(text_of(block, kind, place))
         elif kind == "tool_use":
             given = object_of(block.get("input") or {}, f"{place}.input")
             function = {"name": text_of(block, "name", place), "arguments": given}
@@ -124,8 +133,7 @@ def _read_answer(blocks: Sequence[Any], where: str, conversation: Conversation) 
             calls.append(call | {"function": read_tool_call(function, place)})
         else:
             raise unsupported(f"{place}.type", kind)
-    answer_texts = texts["text"] if any(texts["text"]) else ()
-    conversation.add_answer(answer_texts, "".join(texts["thinking"]) or None, calls)
+    conversation.add_answer(texts if any(texts) else (), "".join(thoughts) or None, calls)
 
 
 def _content(content: Any, where: str, conversation: Conversation) -> str | list[dict[str, Any]]:
@@ -141,43 +149,59 @@ def _content(content: Any, where: str, conversation: Conversation) -> str | list
 def _parts(block: Any, where: str, conversation: Conversation) -> list[dict[str, Any]]:
     """Convert a block to content parts for the chat template."""
     kind = object_of(block, where).get("type")
-    if kind == "text":
-        return [text_part(text_of(block, "text", where))]
+    if isinstance(kind, str) and kind in _TEXTS:
+        return [text_part(text_of(block, _TEXTS[kind], where))]
     if kind == "image":
         return [_image(block, where, conversation)]
     if kind == "tool_reference":  # The tool that a search found; its definition is in `tools`.
         return [text_part(f"<tool>{text_of(block, 'tool_name', where)}</tool>")]
-    if kind == "document":
-        return _document(block, where, conversation)
+    if isinstance(kind, str) and kind in _DOCUMENTS:
+        citations = block.get("citations")
+        if isinstance(citations, Mapping) and citations.get("enabled"):
+            conversation.ignored.append(f"{where}.citations")
+        given = [name for name in _DOCUMENTS[kind] if block.get(name) is not None]
+        named = {name: text_of(block, name, where) for name in given}
+        if kind == "search_result":
+            return document(_inside(block, where, conversation), named, kind)
+        media = len(conversation.media)
+        try:
+            return document(_document(block, named.get("title", ""), where, conversation), named)
+        except InvalidRequestError as error:
+            if not conversation.in_result:
+                raise
+            del conversation.media[media:]
+            return [conversation.unread(error, where)]
     raise unsupported(f"{where}.type", kind)
 
 
 def _document(
-    block: Mapping[str, Any], where: str, conversation: Conversation
+    block: Mapping[str, Any], title: str, where: str, conversation: Conversation
 ) -> list[dict[str, Any]]:
-    """Convert a document to parts, a text between tags."""
+    """Convert what a document has inside to parts."""
     place = f"{where}.source"
     source = object_of(block.get("source"), place)
-    citations = block.get("citations")
-    if isinstance(citations, dict) and citations.get("enabled"):
-        raise unsupported(f"{where}.citations", citations)
-    given = [name for name in ("title", "context") if block.get(name) is not None]
-    named = {name: text_of(block, name, where) for name in given}
-    inside: list[dict[str, Any]]
-    if source.get("type") == "text":
-        if source.get("media_type") != "text/plain":
-            raise unsupported(f"{place}.media_type", source.get("media_type"))
-        inside = [text_part(text_of(source, "data", place))]
-    elif source.get("type") == "content":
-        content = _content(source.get("content"), f"{place}.content", conversation)
-        inside = [text_part(content)] if isinstance(content, str) else content
-    elif source.get("type") == "base64":
+    kind = source.get("type")
+    if kind == "text":
+        form = source.get("media_type")
+        if form is not None and not str(form).startswith("text/"):
+            raise unsupported(f"{place}.media_type", form)
+        return [text_part(text_of(source, "data", place))]
+    if kind == "content":
+        return _inside(source, place, conversation)
+    if kind == "base64":
         form, data = text_of(source, "media_type", place), text_of(source, "data", place)
         url = f"data:{form};base64,{data}"
-        inside = [file_content(url, named.get("title", ""), f"{place}.data", conversation)]
-    else:
-        raise unsupported(f"{place}.type", source.get("type"))
-    return document(inside, named)
+        return [file_content(url, title, f"{place}.data", conversation)]
+    if kind == "url":
+        return [document_at(text_of(source, "url", place), f"{place}.url", conversation)]
+    raise unsupported(f"{place}.type", kind)
+
+
+def _inside(
+    block: Mapping[str, Any], where: str, conversation: Conversation
+) -> list[dict[str, Any]]:
+    content = _content(block.get("content"), f"{where}.content", conversation)
+    return [text_part(content)] if isinstance(content, str) else content
 
 
 def _image(block: Mapping[str, Any], where: str, conversation: Conversation) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def _message(
 ) -> dict[str, Any]:
     message = history.converted(message, where)
     role = read_role(message.get("role"), where)
+    conversation.in_result = role == "tool"
     content = read_content(message.get("content"), f"{where}.content", conversation)
     refusal = message.get("refusal")
     if content is None and role == "assistant" and isinstance(refusal, str):

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from vlm_serve.errors import InvalidRequestError
+
 Modality = Literal["image", "video"]
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -29,7 +31,7 @@ class MediaPart:
         param: its place in the request, for errors.
         named: places in the request of options set for all media, by option name.
         url_only: the part has OpenAI's form, and only a URL is a valid source.
-        document: the source is a PDF document; each of its pages is an image.
+        document: the source is a PDF document, or the URL of one or of a text; pages are images.
         head: the beginning of a data: URL whose rest is `source`. Joining them copies an upload.
     """
 
@@ -78,6 +80,7 @@ class Conversation:
         result_places: places in the request of the ids of the tool results, in its order.
         ignored: places in the request of what has no effect here, or another one than named.
         references: places of items that only name an item of a stored response. They are left out.
+        in_result: what is being read belongs to the result of a tool.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -96,6 +99,7 @@ class Conversation:
     result_places: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
+    in_result: bool = False
 
     @property
     def names_media(self) -> bool:
@@ -132,6 +136,16 @@ class Conversation:
         self.media.append(medium)
         # Templates check the type or a key of that name, never the value.
         return {"type": medium.modality, medium.modality: medium.modality}
+
+    def unread(self, error: InvalidRequestError, place: str) -> dict[str, Any]:
+        """Name an unreadable document in `ignored`; return the text that takes its place.
+
+        Clients send a tool's result with every later turn: an error would end the conversation.
+        """
+        if place not in self.ignored:
+            self.ignored.append(place)
+        why = error.message.removeprefix(error.param or "").lstrip(": ")
+        return text_part(f"This document cannot be shown: {why}.")
 
     def put_past(self, past: Conversation) -> None:
         """Put earlier turns before the first turn; instructions stay in front."""

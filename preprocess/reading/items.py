@@ -22,6 +22,7 @@ from vlm_serve.preprocess.reading.values import (
 from vlm_serve.preprocess.reading.vendor_tools import read_item_tools
 
 # Records of what OpenAI's servers did. A client merely sends back what it got from them.
+_RESULTS = ("function_call_output", "custom_tool_call_output")
 _DROPPED = frozenset(
     {
         "code_interpreter_call",
@@ -120,6 +121,7 @@ def _read_items(
 
 def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: set[Any]) -> None:
     kind = item.get("type", "message")
+    answer.conversation.in_result = kind in _RESULTS
     if is_reference(item):
         answer.conversation.references.append(where)
     elif isinstance(kind, str) and kind in _DROPPED:
@@ -141,7 +143,7 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: s
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         answer.reasoning = "".join(_texts(parts, f"{where}.content"))
-    elif kind in ("function_call_output", "custom_tool_call_output"):
+    elif answer.conversation.in_result:
         answer.end()
         content = _content(item, "output", where, answer.conversation)
         call_id = text_of(item, "call_id", where)

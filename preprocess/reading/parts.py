@@ -87,7 +87,12 @@ def read_part(part: Any, where: str, conversation: Conversation) -> dict[str, An
         name = "refusal" if kind == "refusal" and "refusal" in part else "text"
         return text_part(str(text_of(part, name, where)))
     if isinstance(kind, str) and kind in FILE_PARTS:
-        return read_file(part, where, conversation)
+        try:
+            return read_file(part, where, conversation)
+        except InvalidRequestError as error:
+            if not conversation.in_result:
+                raise
+            return conversation.unread(error, where)
     if kind in ("input_audio", "audio", "audio_url"):
         raise UnsupportedFieldError(
             f"{where}.type is {kind!r}, but this server has no model that hears audio",
@@ -157,14 +162,12 @@ def read_file(part: Mapping[str, Any], where: str, conversation: Conversation) -
     """
     if part["type"] == "file":
         part, where = object_of(part.get("file"), f"{where}.file"), f"{where}.file"
-    for name in ("file_id", "file_url"):
-        if part.get(name) is not None:
-            raise UnsupportedFieldError(
-                f"{where}.{name} is not implemented by this server: send the file in file_data",
-                param=f"{where}.{name}",
-                code="unsupported_field",
-            )
-    data, place = text_of(part, "file_data", where), f"{where}.file_data"
+    if part.get("file_id") is not None:
+        raise unsupported(f"{where}.file_id", part["file_id"])
+    source = "file_data" if part.get("file_url") is None else "file_url"
+    data, place = text_of(part, source, where), f"{where}.{source}"
+    if source == "file_url" and data[:5].lower() != "data:":
+        return document_at(data, place, conversation)
     name = text_of(part, "filename", where) if part.get("filename") is not None else ""
     content = file_content(data, name, place, conversation)
     if content["type"] != "text":
@@ -191,8 +194,7 @@ def file_content(data: str, name: str, where: str, conversation: Conversation) -
     if kind.startswith("text/") or kind in _TEXTS:
         return text_part(_text_of(url, where))
     if kind == "application/pdf":
-        medium = MediaPart("image", url, {}, where, url_only=True, document=True)
-        return conversation.medium(medium)
+        return document_at(url, where, conversation)
     reason = f"this server does not read files of the type {short_repr(kind)}"
     unknown = "the type of the file is unknown: give filename, or a data: URL that names the type"
     raise UnsupportedFieldError(
@@ -200,14 +202,21 @@ def file_content(data: str, name: str, where: str, conversation: Conversation) -
     )
 
 
-def document(inside: list[dict[str, Any]], named: Mapping[str, str]) -> list[dict[str, Any]]:
+def document_at(url: str, where: str, conversation: Conversation) -> dict[str, Any]:
+    """Collect the URL of a PDF document, which may also be that of a text if it is fetched."""
+    return conversation.medium(MediaPart("image", url, {}, where, url_only=True, document=True))
+
+
+def document(
+    inside: list[dict[str, Any]], named: Mapping[str, str], tag: str = "document"
+) -> list[dict[str, Any]]:
     """Return content parts between tags, in one part if all are text.
 
     Args:
         named: what else is said of the document, such as its title, by tag.
     """
     head = "".join(f"<{name}>{text}</{name}>\n" for name, text in named.items())
-    parts = [text_part(f"<document>\n{head}"), *inside, text_part("\n</document>\n")]
+    parts = [text_part(f"<{tag}>\n{head}"), *inside, text_part(f"\n</{tag}>\n")]
     if any(part["type"] != "text" for part in inside):
         return parts
     return [text_part("".join(part["text"] for part in parts))]

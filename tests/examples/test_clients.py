@@ -28,11 +28,18 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def run() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("clients_run", FOLDER / "run.py")
+    return loaded("run", "clients_run")
+
+
+def loaded(name: str, known: str) -> ModuleType:
+    """A module of the folder, with those beside it."""
+    spec = importlib.util.spec_from_file_location(known, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["clients_run"] = module
-    spec.loader.exec_module(module)
+    sys.modules[known] = module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -91,11 +98,59 @@ def test_the_document_has_one_row_for_every_client_and_no_other(run: ModuleType)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     clients = {client.name: client for client in run.read_clients()}
     assert [row[0].strip("`") for row in rows] == list(clients)
-    for name, version, tried, result in rows:
+    wires = {"chat", "responses", "messages", "completions"}
+    for name, version, wire, tried, cached, result in rows:
         number = re.findall(r"\d+(?:\.\d+)+", clients[name.strip("`")].version)[0]
         assert number in version, name
         assert tried and result, name
-    assert sum(row[3] == "passes" for row in rows) >= 50
+        assert wire and set(wire.split(", ")) <= wires, name
+        assert re.fullmatch(r"\d+\.\d % of [\d ]+|one turn|not measured", cached), name
+    assert len(rows) >= 75
+    assert sum(row[5] == "passes" for row in rows) >= 70
+
+
+def test_small_clients_take_turns(run: ModuleType) -> None:
+    clients = run.read_clients()
+    small = {client.name for client in clients if client.fields.get("small")}
+    assert len(small) >= 12
+    turns = [[client.name for client in run.of_turn(clients, turn)] for turn in range(40)]
+    assert all(len(set(turn)) == run.A_TURN and set(turn) <= small for turn in turns)
+    rounds = -(-len(small) // run.A_TURN)
+    for first in range(40 - rounds):
+        assert {name for turn in turns[first : first + rounds] for name in turn} == small
+
+
+def test_the_recorder_sees_apis_and_what_turns_reuse(url: str) -> None:
+    recorder = loaded("recorder", "clients_recorder")
+    long = " ".join(f"Rule {number}." for number in range(40))
+    turns: list[dict[str, Any]] = [{"role": "user", "content": f"{long} Say hello."}]
+    with recorder.Recorder(f"{url}/v1") as seen:
+        root = seen.url.removesuffix("/v1")
+        answer(root, "/v1/chat/completions", {"messages": turns})
+        turns += [
+            {"role": "assistant", "content": "hello to you"},
+            {"role": "user", "content": "?"},
+        ]
+        body = {"messages": turns, "stream": True, "max_tokens": 4}
+        with httpx.stream(
+            "POST", f"{root}/v1/chat/completions", json=body, timeout=60, trust_env=False
+        ) as stream:
+            assert b"".join(stream.iter_bytes()).endswith(b"[DONE]\n\n")
+        marked = {"type": "text", "text": long, "cache_control": {"type": "ephemeral"}}
+        asked = {
+            "model": "demo",
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": [marked]}],
+        }
+        answer(root, "/v1/messages", asked)
+        missing = httpx.get(f"{root}/nothing", timeout=60, trust_env=False)
+        assert missing.status_code == 404
+    assert seen.wires == ["chat", "messages"]
+    assert [turn.wire for turn in seen.turns] == ["chat", "chat", "messages"]
+    first, second, _ = seen.turns
+    assert first.prompt - 16 < second.cached < second.prompt
+    share, _, known = seen.second_turn().partition(" % of ")
+    assert float(share) > 90 and int(known) == first.prompt + first.answer
 
 
 def test_a_script_answers_by_the_last_turn(url: str) -> None:

@@ -132,6 +132,9 @@ class Metrics:
         self.mm_decodes_skipped = self._counter(
             "mm_decodes_skipped", "Images and videos that were known without being decoded"
         )
+        self.media_cut_short = self._counter(
+            "media_cut_short", "Videos of which a part is missing or does not decode"
+        )
         self.check_failures = self._counter(
             "idle_check_failures", "Idle checks that found a violated invariant"
         )
@@ -186,6 +189,7 @@ class Metrics:
             self.mm_cache_queries.inc(media)
             self.mm_cache_hits.inc(report.media_skipped)
             self.mm_decodes_skipped.inc(max(0, media - report.media_decoded))
+            self.media_cut_short.inc(report.media_cut_short)
             for tier, tokens in report.tiers.items():
                 self._hits_by_tier.labels(self._model_name, tier).inc(tokens)
 

@@ -4,7 +4,7 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { client, holds, model as name, picture, step, url, weather } from "./common.mjs";
+import { client, holds, model as name, pdf, picture, step, url, weather } from "./common.mjs";
 
 const providers = {
   "ai-sdk-openai": () => createOpenAI({ baseURL: url, apiKey: "none" }),
@@ -30,6 +30,14 @@ await step("a picture", async () => {
   ];
   const { text } = await generateText({ ...common, messages: [{ role: "user", content }] });
   holds(text, "heart");
+});
+await step("a PDF document", async () => {
+  const content = [
+    { type: "file", data: pdf, mediaType: "application/pdf", filename: "sheet.pdf" },
+    { type: "text", text: "Say hello." },
+  ];
+  const { text } = await generateText({ ...common, messages: [{ role: "user", content }] });
+  holds(text, "hello to you");
 });
 await step("a stream", async () => {
   let text = "";

@@ -1,10 +1,11 @@
-"""Claude Code: three turns with its Bash tool, with its default settings."""
+"""Claude Code: a document by its Read tool, then turns with its Bash tool; default settings."""
 
+import base64
 import os
 import subprocess
 from pathlib import Path
 
-from common import KEY, MODEL, ROOT_URL, holds, step
+from common import KEY, MODEL, PDF, ROOT_URL, holds, step
 
 SETTINGS = {
     "ANTHROPIC_BASE_URL": ROOT_URL,
@@ -30,7 +31,11 @@ def ask(*words: str) -> str:
 
 
 (Path.home() / ".claude.json").write_text('{"hasCompletedOnboarding": true}')
-for number, (word, *more) in enumerate((("one",), ("two", "--continue"), ("three", "--continue"))):
+Path("sheet.pdf").write_bytes(base64.b64decode(PDF))
+with step("reads a PDF document"):
+    holds(ask("CLAUDE READ sheet.pdf"), "It is done.")
+words = (("one", "--continue"), ("two", "--continue"), ("three", "--continue"))
+for number, (word, *more) in enumerate(words):
     with step(f"turn {number + 1} with a command"):
         holds(ask(*more, f"CLAUDE WRITE {word}"), f"The tool says {word}")
         holds(Path(f"{word}.txt").read_text(), word)

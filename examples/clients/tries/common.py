@@ -26,6 +26,14 @@ PICTURE_PARTS = [
     {"type": "text", "text": SEE},
     {"type": "image_url", "image_url": {"url": DATA_URL}},
 ]
+PDF = base64.b64encode(
+    b"%PDF-1.4\n1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj\n"
+    b"2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj\n"
+    b"3 0 obj <</Type/Page/Parent 2 0 R/MediaBox[0 0 200 100]/Contents 4 0 R>> endobj\n"
+    b"4 0 obj <</Length 24>> stream\n1 1 0 rg 50 20 90 60 re f\nendstream endobj\n"
+    b"trailer <</Root 1 0 R/Size 5>>\n%%EOF\n"
+).decode()
+"""A document of one page, a yellow rectangle, in base64."""
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {
     "type": "function",

@@ -10,6 +10,7 @@ from common import (
     FORM,
     KEY,
     MODEL,
+    PDF,
     PICTURE,
     PICTURE_PARTS,
     ROOT_URL,
@@ -102,6 +103,11 @@ def litellm() -> None:
     with step("responses"):
         made = litellm.responses(input=SAY, model=f"openai/{MODEL}", api_base=URL, api_key=KEY)
         holds(made.output[0].content[0].text, "hello to you")
+    with step("a PDF document"):
+        file = {"file_data": f"data:application/pdf;base64,{PDF}"}
+        parts = [{"type": "file", "file": file}, {"type": "text", "text": SAY}]
+        messages = [{"role": "user", "content": parts}]
+        holds(litellm.completion(messages=messages, **options).choices[0].message.content, "hello")
     with step("a prompt beyond the context is its ContextWindowExceededError"):
         try:
             litellm.completion(messages=[{"role": "user", "content": "a b " * 50000}], **options)

@@ -8,11 +8,12 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from http_files import serving
 from ports import free_port
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
@@ -28,33 +29,6 @@ BODY = bytes(range(256)) * 20
 def get(url: str, limits: MediaLimits = LIMITS, max_bytes: int = 10_000) -> bytes:
     with naming("where"):
         return fetch(url, max_bytes=max_bytes, limits=limits)
-
-
-Handler = Callable[[http.server.BaseHTTPRequestHandler], None]
-
-
-@contextlib.contextmanager
-def serving(handle: Handler) -> Iterator[str]:
-    """An HTTP server on the loopback address; yields its root URL without a final slash."""
-
-    class Requests(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            with contextlib.suppress(OSError):
-                handle(self)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Requests)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def answer(

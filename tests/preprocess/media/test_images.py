@@ -297,11 +297,6 @@ def test_limits_are_those_that_are_set() -> None:
         image_to_rgb(Image.new("L", (30, 20)), replace(LIMITS, max_image_pixels=599))
 
 
-def test_floating_point_images_are_refused() -> None:
-    with pytest.raises(MediaError, match="floating"):
-        image_to_rgb(Image.fromarray(np.zeros((4, 4), dtype=np.float32)), LIMITS)
-
-
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_flipped_bytes_give_pixels_or_media_errors(kind: str) -> None:
     whole = encode(Image.fromarray(picture(30, 40)), kind)

@@ -86,7 +86,7 @@ class CacheReport:
         media_decoded: images and videos decoded for this request.
         media_encoded: images and videos with at least one part encoded by the vision tower.
         media_skipped: images and videos that needed no vision encoding at all.
-        media_cut_short: videos with the end of their file missing; the rest was read.
+        media_cut_short: videos of which a part is missing or does not decode; the rest is shown.
         media_repeated: media spans with the content of an earlier span of the prompt; they are
             encoded once.
         reason: why the boundary is not deeper; "full" when nothing more could be reused.

@@ -5,7 +5,7 @@ The bodies are OpenAI's; docs/http-api.md lists the additions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 def chat_task(
     incoming: Incoming, body: ChatCompletionRequest, conversation: Conversation
-) -> tuple[ConversationTask, dict[str, str]]:
+) -> tuple[ConversationTask, Mapping[str, str]]:
     """Return how to answer a chat request, and the header that names what is ignored.
 
     Raises:
@@ -55,7 +55,7 @@ def chat_task(
     ignored = ignored_fields(body.model_extra or {})
     parsed = body.parsed(conversation, incoming.service.engine.preprocessor.template_traits)
     chat = conversation_task(incoming, body, parsed)
-    return chat, ignored_header(ignored + parsed.conversation.ignored)
+    return chat, ignored_header(ignored, parsed.conversation.ignored)
 
 
 def _spec(

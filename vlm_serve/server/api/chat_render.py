@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -67,12 +68,12 @@ async def render_chat(service: Service, request: Request) -> Response:
 
 def _chat(
     incoming: Incoming, body: ChatCompletionRequest, conversation: Conversation
-) -> tuple[ChatCompletionRequest, ConversationTask, dict[str, str]]:
+) -> tuple[ChatCompletionRequest, ConversationTask, Mapping[str, str]]:
     return body, *chat_task(incoming, body, conversation)
 
 
 def _rendered(
-    body: ChatCompletionRequest, chat: ConversationTask, prompt: Prompt, headers: dict[str, str]
+    body: ChatCompletionRequest, chat: ConversationTask, prompt: Prompt, headers: Mapping[str, str]
 ) -> Response:
     rendered = Rendered(
         request_id=chat.task.request_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -318,7 +318,7 @@ async def count_message_tokens(service: Service, request: Request) -> Response:
 
     def parse(
         body: MessagesPrompt, conversation: Conversation
-    ) -> tuple[dict[str, str], ParsedRequest, str]:
+    ) -> tuple[Mapping[str, str], ParsedRequest, str]:
         service.state.resolve_model(body.model)
         salt = salt_of(request.scope, body.cache_salt)
         return *_parsed(service, body, conversation), salt
@@ -332,11 +332,11 @@ async def count_message_tokens(service: Service, request: Request) -> Response:
 
 def _parsed(
     service: Service, body: MessagesPrompt, conversation: Conversation
-) -> tuple[dict[str, str], ParsedRequest]:
+) -> tuple[Mapping[str, str], ParsedRequest]:
     """Return the parsed request, after the headers that name what is ignored."""
     ignored = ignored_fields(body.model_extra or {}, MESSAGES_UNIMPLEMENTED)
     parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
-    return ignored_header(ignored + parsed.conversation.ignored), parsed
+    return ignored_header(ignored, parsed.conversation.ignored), parsed
 
 
 async def create_message(service: Service, request: Request) -> Response:

@@ -75,7 +75,7 @@ def _tokenizing(
     conversation = fit_systems(
         conversation, anywhere=service.engine.preprocessor.template_traits.late_systems
     )
-    headers = ignored_header(ignored + conversation.ignored)
+    headers = ignored_header(ignored, conversation.ignored)
     service.state.resolve_model(body.model)
     body.check_alternatives(body.prompt)
 

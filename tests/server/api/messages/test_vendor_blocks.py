@@ -123,6 +123,68 @@ def test_blocks_of_anthropics_servers_are_left_out(fake: RunningServer) -> None:
     assert named == ", ".join(f"messages[1].content[{at}]" for at in range(3))
 
 
+FOUND = {
+    "type": "search_result",
+    "source": "https://example.com/a",
+    "title": "Hearts",
+    "content": [{"type": "text", "text": "They are "}, {"type": "text", "text": "yellow."}],
+    "citations": {"enabled": True},
+}
+FOUND_TEXT = (
+    "<search_result>\n<source>https://example.com/a</source>\n<title>Hearts</title>\n"
+    "They are yellow.\n</search_result>\n"
+)
+
+
+def test_search_results_are_texts_with_their_source(fake: RunningServer) -> None:
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    plain = {name: FOUND[name] for name in FOUND if name != "citations"}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [FOUND, plain]}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "So:"}, plain]},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    call, named = asked(fake, messages=messages)
+    question, _, results = call["messages"]
+    assert [part["text"] for part in question["content"]] == ["So:", FOUND_TEXT]
+    assert [part["text"] for part in results["content"]] == [FOUND_TEXT, FOUND_TEXT]
+    assert named == "messages[2].content[0].content[0].citations"
+    wrong = plain | {"title": 5}
+    body = {"messages": [{"role": "user", "content": [wrong]}], "max_tokens": 9}
+    response = fake.post("/v1/messages", body)
+    assert response.status_code == 400
+    assert "messages[0].content[0].title must be text" in response.json()["error"]["message"]
+
+
+def test_wanted_citations_of_a_document_are_named(fake: RunningServer) -> None:
+    for form in ("text/plain", "text/markdown", None):
+        source = {"type": "text", "media_type": form, "data": "Ann."}
+        block = {"type": "document", "source": source, "citations": {"enabled": True}}
+        call, named = asked(fake, messages=[{"role": "user", "content": [block]}])
+        (part,) = call["messages"][0]["content"]
+        assert part["text"] == "<document>\nAnn.\n</document>\n"
+        assert named == "messages[0].content[0].citations"
+    off = block | {"citations": {"enabled": False}}
+    assert asked(fake, messages=[{"role": "user", "content": [off]}])[1] is None
+
+
+def test_a_compaction_is_its_summary(fake: RunningServer) -> None:
+    blocks: list[Any] = [
+        {"type": "compaction", "content": "They said hi."},
+        {"type": "compaction", "content": None},
+        {"type": "text", "text": "Yes."},
+    ]
+    messages = [*HI, {"role": "assistant", "content": blocks}, *HI]
+    call, named = asked(fake, messages=messages)
+    answer = call["messages"][1]["content"]
+    assert [part["text"] for part in answer] == ["They said hi.", "Yes."]
+    assert named == "messages[1].content[1]"
+    call, named = asked(fake, messages=[{"role": "user", "content": blocks}])
+    assert [part["text"] for part in call["messages"][0]["content"]] == ["They said hi.", "Yes."]
+    assert named == "messages[0].content[1]"
+
+
 SERVER_TOOLS = [
     {"type": "web_search_20250305", "name": "web_search"},
     {"type": "web_fetch_20250910", "name": "web_fetch"},

@@ -142,3 +142,39 @@ def test_errors_before_the_body_is_read_have_anthropics_form(
         unknown = server.post(path, {})
     assert (big.status_code, big.json()["error"]["type"]) == (413, "request_too_large")
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_a_history_with_a_damaged_document_goes_on(server: RunningServer) -> None:
+    source = {"type": "base64", "media_type": "application/pdf"}
+    source["data"] = base64.b64encode(b"%PDF-1.7 and no more").decode()
+    document = {"type": "document", "source": source}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [document]}
+    use = {"type": "tool_use", "id": "c1", "name": "read", "input": {}}
+    messages: list[Any] = [
+        *HI,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    place = "messages[2].content[0].content[0].source.data"
+    body = {"messages": messages, "max_tokens": 3}
+    for path, more in (
+        ("/v1/messages", {}),
+        ("/v1/messages", {"stream": True}),
+        ("/v1/messages/count_tokens", {}),
+    ):
+        response = server.post(path, body | more)
+        assert response.status_code == 200
+        named = response.headers["x-vlm-serve-ignored-fields"]
+        assert named.removeprefix("max_tokens, ") == place
+    refused = server.post(
+        "/v1/messages", body | {"messages": [{"role": "user", "content": [document]}]}
+    )
+    assert refused.status_code == 400 and "is damaged" in refused.json()["error"]["message"]
+
+
+def test_a_document_of_a_url_waits_on_other_threads(server: RunningServer) -> None:
+    document = {"type": "document", "source": {"type": "url", "url": "http://127.0.0.1:9/a.pdf"}}
+    body = {"messages": [{"role": "user", "content": [document]}], "max_tokens": 3}
+    refused = server.post("/v1/messages", body)
+    assert refused.status_code == 422
+    assert "not on the public network" in refused.json()["error"]["message"]

@@ -213,7 +213,7 @@ def find_node(service: Service, request: Request, key: str) -> ListedNode:
 
 def preparation_of(
     service: Service, request: Request, body: CachePrompt, conversation: Conversation
-) -> tuple[Callable[[], Preparation], dict[str, str]]:
+) -> tuple[Callable[[], Preparation], Mapping[str, str]]:
     """Return a function that makes the body's prompt, and headers for the response.
 
     Call the function on a preparation thread. The headers name ignored places of the conversation.

@@ -139,7 +139,7 @@ async def _lift(service: Service, request: Request, key: bytes | None) -> int:
 
 def _target(
     service: Service, request: Request, value: Mapping[str, Any]
-) -> tuple[PinRequest, ListedNode | Callable[[], Preparation], dict[str, str]]:
+) -> tuple[PinRequest, ListedNode | Callable[[], Preparation], Mapping[str, str]]:
     """Return the body, its node or a function that makes its prompt, and headers."""
     body = validate(value, PinRequest)
     if body.key is None:

@@ -5,7 +5,7 @@ The response is complete or a stream of events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -76,14 +76,14 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
 
     def parse(
         body: ResponsesRequest, conversation: Conversation
-    ) -> tuple[dict[str, str], ParsedRequest, str]:
+    ) -> tuple[Mapping[str, str], ParsedRequest, str]:
         ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
         service.state.resolve_model(body.model)
         owner = owner_of(request.scope, body.cache_salt)
         parent = parent_of(service, owner, body.previous_response_id)
         read_past(items_until(parent), conversation)
         parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
-        return ignored_header(ignored + parsed.conversation.ignored), parsed, owner.salt
+        return ignored_header(ignored, parsed.conversation.ignored), parsed, owner.salt
 
     headers, parsed, salt = await read_prompt(
         service, request, "responses", ResponsesRequest, parse, *_past(service, request)
@@ -115,12 +115,10 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
     turn = new_turn(service, incoming.scope, body)
     read_past(turn.past, conversation)
     parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
-    ignored += parsed.conversation.ignored
     chat = conversation_task(incoming, body, parsed)
     stream_of = partial(ResponseStream, body, chat, service.tokenizer, turn)
-    return ResponseSpec(
-        [chat.task], stream_of, bool(body.stream), ignored_header(ignored), named=True
-    )
+    header = ignored_header(ignored, parsed.conversation.ignored)
+    return ResponseSpec([chat.task], stream_of, bool(body.stream), header, named=True)
 
 
 def _part_of(block: OutputBlock) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vlm_serve.engine.requests.tenant import Tenant
 from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.media.loading import is_remote
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.rendering import Rendering
@@ -122,6 +123,8 @@ def prepare(
             return prepare_truncated(conversation, prompt_of, max_tokens)
 
         return truncated if conversation.media else truncated(Stop())
+    if any(part.document and is_remote(part) for part in conversation.media):
+        return lambda stop: preprocessor.prepare(conversation, **scope.options, stop=stop)
     rendering: Rendering = preprocessor.begin(
         conversation, **scope.options, last_tokens=last_tokens
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vlm_serve.errors import UnsupportedFieldError
@@ -113,13 +113,31 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     )
 
 
-def ignored_header(names: list[str]) -> dict[str, str]:
-    """Return a response header with the ignored fields and suggestions; empty if there are none."""
-    shown = [name for name in names if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_NAMED]
-    shown = [name + _suggestion(name) for name in shown]
-    if len(shown) < len(names):
-        shown.append("...")
-    return {IGNORED_HEADER: ", ".join(shown)} if names else {}
+def ignored_header(*names: list[str]) -> Mapping[str, str]:
+    """Return a response header with the ignored fields and suggestions; empty if there are none.
+
+    The lists may grow until it is sent: by documents that prove unreadable.
+    """
+    return _Header(names)
+
+
+class _Header(Mapping[str, str]):
+    def __init__(self, names: Sequence[list[str]]) -> None:
+        self._names = names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([IGNORED_HEADER] if any(self._names) else [])
+
+    def __len__(self) -> int:
+        return int(any(self._names))
+
+    def __getitem__(self, key: str) -> str:
+        names = [name for part in self._names for name in part]
+        if key != IGNORED_HEADER or not names:
+            raise KeyError(key)
+        shown = [name for name in names if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_NAMED]
+        shown = [name + _suggestion(name) for name in shown]
+        return ", ".join(shown + ["..."] * (len(shown) < len(names)))
 
 
 def _suggestion(name: str) -> str:
