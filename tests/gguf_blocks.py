@@ -27,6 +27,16 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "MXFP4": (),
+    "NVFP4": (),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 """Where blocks have float16 numbers."""
 
@@ -41,6 +51,10 @@ def random_blocks(name: str, rows: int, width: int, seed: int = 0) -> Array:
         blocks[..., at : at + 2] = numbers.view(np.uint8)
     if name == "MXFP4":
         blocks[..., 0] = 120 + blocks[..., 0] % 16
+    if name == "NVFP4":
+        blocks[..., :4] &= 127
+    if name == "IQ1_M":  # The top bit of the scale's exponent, and its sign, lie in the last word.
+        blocks[..., 55] &= 0xBF
     return blocks.reshape(rows, -1)
 
 

@@ -50,8 +50,18 @@ _MEMORY = {
     "Q8_0": _Memory(8, 32, 2),
     "Q5_0": _Memory(6, 32, 2),
     "Q4_0": _Memory(4, 32, 2),
-    "IQ4_NL": _Memory(8, 32, 2),
+    "IQ4_NL": _Memory(4, 32, 2),
     "MXFP4": _Memory(4, 32, 1, per_row=4),
+    "NVFP4": _Memory(4, 16, 1, per_row=4),
+    "TQ1_0": _Memory(2, 128, 2),
+    "TQ2_0": _Memory(2, 128, 2),
+    "IQ1_S": _Memory(2, 32, 1, 2, 4),
+    "IQ1_M": _Memory(3, 16, 1, 2, 4),
+    "IQ2_XXS": _Memory(3, 32, 1, 2, 4),
+    "IQ2_XS": _Memory(3, 16, 1, 2, 4),
+    "IQ2_S": _Memory(3, 16, 1, 2, 4),
+    "IQ3_XXS": _Memory(4, 32, 1, 2, 4),
+    "IQ3_S": _Memory(4, 32, 1, 2),
     "Q5_1": _Memory(6, 32, 2, 4),
     "Q4_1": _Memory(4, 32, 2, 4),
     "Q6_K": _Memory(6, 16, 1, 2),
@@ -59,15 +69,20 @@ _MEMORY = {
     "Q4_K": _Memory(4, 32, 2, 4),
     "Q3_K": _Memory(4, 16, 1, 2),
     "Q2_K": _Memory(4, 16, 2, 4),
-    "IQ4_XS": _Memory(8, 32, 1, 2),
+    "IQ4_XS": _Memory(4, 32, 1, 2),
 }
 _KEPT_BITS = {2: 4, 5: 6}
-"""Bits of codes of other widths in memory."""
+"""Bits of codes of other widths in memory, where they are numbers."""
+_WIDENED = ("IQ4_NL", "IQ4_XS")
+"""Types whose codes take eight bits without compiled code; see `IQ4_VALUES`."""
+_TABLES = ("TQ1_0", "TQ2_0", *(name for name in _MEMORY if name[:3] in ("IQ1", "IQ2", "IQ3")))
+"""Types that keep codes of a table everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks(Format):
-    """Weights of one type of blocks. `flat`: with one level of scales, float32."""
+    """Weights of one type of blocks. `flat`: with one level of scales, float32 where the file has
+    two, and with codes of eight bits where they are of a table."""
 
     type: BlockType
     flat: bool = False
@@ -90,15 +105,27 @@ class Blocks(Format):
         return OpenedBlocks(self.type, tensors.stored(self.mark(names)), columns, names.weight)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        kept = _MEMORY[self.type.name]
-        scales = depth // kept.group * (4 if self.flat else kept.per_group)
-        if not self.flat:
+        kept, name = _MEMORY[self.type.name], self.type.name
+        bits, per_row = kept.bits, kept.per_row
+        scales = depth // kept.group * kept.per_group
+        if self.flat and kept.per_block:
+            scales, per_row = depth // kept.group * 4, 0
+        else:
             scales += -(-depth // self.type.values) * kept.per_block
-        return columns * (depth * kept.bits // 8 + scales + kept.per_row)
+        if self.flat and name in (*_WIDENED, *_TABLES):
+            bits = 8
+        return columns * (depth * bits // 8 + scales + per_row)
 
     def without_compiler(self) -> Blocks | None:
+        if self.type.name in _TABLES:
+            return self
         kept = _MEMORY[self.type.name]
-        return None if kept.floored else Blocks(self.type, flat=kept.per_block > 0)
+        flat = kept.per_block > 0 or self.type.name in _WIDENED
+        return None if kept.floored else Blocks(self.type, flat=flat)
+
+    def in_one_piece(self) -> Blocks | None:
+        flat = Blocks(self.type, flat=True)
+        return flat if self.type.name in _TABLES else self.without_compiler()
 
 
 class OpenedBlocks(Opened):
@@ -144,17 +171,25 @@ class OpenedBlocks(Opened):
 
 
 def _integers(decoded: Decoded) -> IntegerCodes:
-    bits = _KEPT_BITS.get(decoded.bits, decoded.bits)
+    bits, table = decoded.bits, None if decoded.float4 else decoded.table
+    if decoded.table is None:
+        bits = _KEPT_BITS.get(bits, bits)
+    factors = None
+    if decoded.factor != 1:
+        factors = torch.full((len(decoded.codes),), decoded.factor)
     if decoded.inner is None:
-        factors = torch.full((len(decoded.codes),), 0.5) if decoded.float4 else None
         return IntegerCodes(
-            decoded.codes, decoded.outer, None, bits, decoded.group, factors, float4=decoded.float4
+            *(decoded.codes, decoded.outer, None, bits, decoded.group, factors),
+            float4=decoded.float4,
+            table=table,
         )
     zeros = None if decoded.floors is None else decoded.floors.to(torch.uint8)
     size = decoded.codes.shape[1] // decoded.outer.shape[1]
     outer = Outer(decoded.outer, decoded.floor, size)
     scales = decoded.inner.to(torch.int8)
-    return IntegerCodes(decoded.codes, scales, zeros, bits, decoded.group, outer=outer)
+    return IntegerCodes(
+        *(decoded.codes, scales, zeros, bits, decoded.group, factors), outer=outer, table=table
+    )
 
 
 def type_rules(weights_by_type: Mapping[str, Any]) -> tuple[Rule, ...]:
