@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_blocks import decode, encode, random_blocks
 
 from vlm_serve.models.gguf.blocks import decode as taken_apart
+from vlm_serve.models.gguf.decoded import finite
 from vlm_serve.models.gguf.reader import BY_NAME
 
 KINDS = [name for name, kind in BY_NAME.items() if kind.quantised]
@@ -20,7 +21,7 @@ ENCODED = ["Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "MXFP4", "Q4_K", "Q5_K", "Q6_
 def test_random_bytes(name: str) -> None:
     kind, stored = BY_NAME[name], random_blocks(name, 5, 768)
     found = taken_apart(kind, torch.from_numpy(stored))
-    assert found.finite
+    assert finite(found)
     assert np.array_equal(found.values().numpy(), decode(stored, Kind[name]))
     assert gguf.GGML_QUANT_SIZES[Kind[name]] == (kind.values, kind.nbytes)
 
@@ -36,4 +37,4 @@ def test_the_encoders_of_tests(name: str) -> None:
 def test_a_scale_that_is_no_number() -> None:
     stored = torch.zeros(1, 34, dtype=torch.uint8)
     stored[0, 1] = 0x7E
-    assert not taken_apart(BY_NAME["Q8_0"], stored).finite
+    assert not finite(taken_apart(BY_NAME["Q8_0"], stored))

@@ -15,32 +15,31 @@ from collections.abc import Callable
 
 import torch
 
-from vlm_serve.kernels.linear.codes import FLOAT4_VALUES, IQ4_VALUES
-from vlm_serve.models.gguf.decoded import Decoded, half, nibbles, parts, quarters
+from vlm_serve.kernels.linear.codes import FLOAT4_VALUES, IQ4_VALUES, IntegerCodes
+from vlm_serve.models.gguf.decoded import half, nibbles, parts, quarters, taken_apart
 from vlm_serve.models.gguf.few_bits import FEW_BITS
 from vlm_serve.models.gguf.reader import BlockType
 
 _E8M0 = torch.float8_e8m0fnu
 
 
-def decode(kind: BlockType, rows: torch.Tensor) -> Decoded:
+def decode(kind: BlockType, rows: torch.Tensor) -> IntegerCodes:
     """Take apart uint8 `[n, bytes of a row]`."""
     return _DECODERS[kind.name](rows.reshape(len(rows), -1, kind.nbytes))
 
 
-def _q8_0(blocks: torch.Tensor) -> Decoded:
-    return Decoded((blocks[..., 2:] ^ 128).flatten(1), 8, 32, half(blocks, 0))
+def _q8_0(blocks: torch.Tensor) -> IntegerCodes:
+    return taken_apart(blocks[..., 2:] ^ 128, 8, 32, half(blocks, 0))
 
 
-def _q4_0(blocks: torch.Tensor) -> Decoded:
-    return Decoded(nibbles(blocks[..., 2:]).flatten(1), 4, 32, half(blocks, 0))
+def _q4_0(blocks: torch.Tensor) -> IntegerCodes:
+    return taken_apart(nibbles(blocks[..., 2:]), 4, 32, half(blocks, 0))
 
 
-def _mxfp4(blocks: torch.Tensor) -> Decoded:
+def _mxfp4(blocks: torch.Tensor) -> IntegerCodes:
     exponents = blocks[..., 0].contiguous().view(_E8M0)
-    return Decoded(
-        nibbles(blocks[..., 1:]).flatten(1), 4, 32, exponents, table=FLOAT4_VALUES, factor=0.5
-    )
+    codes = nibbles(blocks[..., 1:])
+    return taken_apart(codes, 4, 32, exponents, table=FLOAT4_VALUES, factor=0.5)
 
 
 def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,26 +54,26 @@ def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return scales.flatten(1).short(), minima.flatten(1).short()
 
 
-def _q4_k(blocks: torch.Tensor) -> Decoded:
+def _q4_k(blocks: torch.Tensor) -> IntegerCodes:
     scales, minima = _scales_and_minima(blocks[..., 4:16])
-    codes = nibbles(parts(blocks[..., 16:], 4, 32)).flatten(1)
-    return Decoded(codes, 4, 32, half(blocks, 0), scales, half(blocks, 2), minima)
+    codes = nibbles(parts(blocks[..., 16:], 4, 32))
+    return taken_apart(codes, 4, 32, half(blocks, 0), scales, half(blocks, 2), minima)
 
 
-def _q5_k(blocks: torch.Tensor) -> Decoded:
+def _q5_k(blocks: torch.Tensor) -> IntegerCodes:
     scales, minima = _scales_and_minima(blocks[..., 4:16])
     low = parts(nibbles(parts(blocks[..., 48:], 4, 32)), 2, 32)
     shifts = torch.arange(8, dtype=torch.uint8).view(4, 2, 1)
     high = (blocks[..., None, None, 16:48] >> shifts & 1) << 4
-    return Decoded((low | high).flatten(1), 5, 32, half(blocks, 0), scales, half(blocks, 2), minima)
+    return taken_apart(low | high, 5, 32, half(blocks, 0), scales, half(blocks, 2), minima)
 
 
-def _q6_k(blocks: torch.Tensor) -> Decoded:
+def _q6_k(blocks: torch.Tensor) -> IntegerCodes:
     low = parts(nibbles(parts(blocks[..., :128], 2, 64)), 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
     high = (parts(blocks[..., 128:192], 2, 1, 32) >> shifts & 3) << 4
     inner = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1).short()
-    return Decoded((low | high).flatten(1), 6, 16, half(blocks, 208), inner)
+    return taken_apart(low | high, 6, 16, half(blocks, 208), inner)
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
@@ -83,34 +82,34 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     return ((packed[..., None] >> shifts & 1) << 4).flatten(-2)
 
 
-def _q5_0(blocks: torch.Tensor) -> Decoded:
+def _q5_0(blocks: torch.Tensor) -> IntegerCodes:
     codes = nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return Decoded((codes + 16).flatten(1), 6, 32, half(blocks, 0))
+    return taken_apart(codes + 16, 6, 32, half(blocks, 0))
 
 
-def _with_floor(codes: torch.Tensor, bits: int, blocks: torch.Tensor) -> Decoded:
+def _with_floor(codes: torch.Tensor, bits: int, blocks: torch.Tensor) -> IntegerCodes:
     """Return codes with the scale and the negative minimum that blocks of 32 begin with."""
     ones = torch.ones(blocks.shape[:2], dtype=torch.int16)
-    return Decoded(codes.flatten(1), bits, 32, half(blocks, 0), ones, -half(blocks, 2), ones)
+    return taken_apart(codes, bits, 32, half(blocks, 0), ones, -half(blocks, 2), ones)
 
 
-def _q4_1(blocks: torch.Tensor) -> Decoded:
+def _q4_1(blocks: torch.Tensor) -> IntegerCodes:
     return _with_floor(nibbles(blocks[..., 4:]), 4, blocks)
 
 
-def _q5_1(blocks: torch.Tensor) -> Decoded:
+def _q5_1(blocks: torch.Tensor) -> IntegerCodes:
     codes = nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
     return _with_floor(codes, 5, blocks)
 
 
-def _q2_k(blocks: torch.Tensor) -> Decoded:
+def _q2_k(blocks: torch.Tensor) -> IntegerCodes:
     factors = blocks[..., :16].flatten(1)
     scales, minima = (factors & 15).short(), (factors >> 4).short()
-    codes = quarters(blocks[..., 16:80]).flatten(1)
-    return Decoded(codes, 2, 16, half(blocks, 80), scales, half(blocks, 82), minima)
+    codes = quarters(blocks[..., 16:80])
+    return taken_apart(codes, 2, 16, half(blocks, 80), scales, half(blocks, 82), minima)
 
 
-def _q3_k(blocks: torch.Tensor) -> Decoded:
+def _q3_k(blocks: torch.Tensor) -> IntegerCodes:
     places = torch.arange(8, dtype=torch.uint8).view(2, 4, 1)
     high = parts(blocks[..., :32], 1, 1, 32) >> places & 1
     codes = (quarters(blocks[..., 32:96]) | high << 2) + 4
@@ -118,33 +117,33 @@ def _q3_k(blocks: torch.Tensor) -> Decoded:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
     tops = (parts(blocks[..., 104:108], 1, 4) >> shifts & 3).flatten(-2)
     inner = (low | tops << 4).short() - 32
-    return Decoded(codes.flatten(1), 4, 16, half(blocks, 108), inner.flatten(1))
+    return taken_apart(codes, 4, 16, half(blocks, 108), inner.flatten(1))
 
 
-def _iq4_nl(blocks: torch.Tensor) -> Decoded:
-    codes = nibbles(blocks[..., 2:]).flatten(1)
-    return Decoded(codes, 4, 32, half(blocks, 0), table=IQ4_VALUES)
+def _iq4_nl(blocks: torch.Tensor) -> IntegerCodes:
+    codes = nibbles(blocks[..., 2:])
+    return taken_apart(codes, 4, 32, half(blocks, 0), table=IQ4_VALUES)
 
 
-def _iq4_xs(blocks: torch.Tensor) -> Decoded:
+def _iq4_xs(blocks: torch.Tensor) -> IntegerCodes:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     tops = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
     inner = (low | tops << 4).short() - 32
-    codes = nibbles(parts(blocks[..., 8:], 8, 16)).flatten(1)
-    return Decoded(codes, 4, 32, half(blocks, 0), inner.flatten(1), table=IQ4_VALUES)
+    codes = nibbles(parts(blocks[..., 8:], 8, 16))
+    return taken_apart(codes, 4, 32, half(blocks, 0), inner.flatten(1), table=IQ4_VALUES)
 
 
-def _nvfp4(blocks: torch.Tensor) -> Decoded:
+def _nvfp4(blocks: torch.Tensor) -> IntegerCodes:
     """Scales are e4m3 numbers without a sign; the largest code is 0. A signed one is no number."""
     stored = blocks[..., :4]
     kept = torch.where(stored < 127, stored, (stored > 127).to(torch.uint8) * 127)
     scales = kept.flatten(1).view(torch.float8_e4m3fn)
-    codes = nibbles(parts(blocks[..., 4:], 4, 8)).flatten(1)
-    return Decoded(codes, 4, 16, scales, table=FLOAT4_VALUES, factor=0.5)
+    codes = nibbles(parts(blocks[..., 4:], 4, 8))
+    return taken_apart(codes, 4, 16, scales, table=FLOAT4_VALUES, factor=0.5)
 
 
-_DECODERS: dict[str, Callable[[torch.Tensor], Decoded]] = {
+_DECODERS: dict[str, Callable[[torch.Tensor], IntegerCodes]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

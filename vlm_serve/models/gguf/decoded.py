@@ -2,78 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from vlm_serve.kernels.linear.codes import FLOAT4_VALUES
+from vlm_serve.kernels.linear.codes import FLOAT4_VALUES, IntegerCodes, Outer
+
+_KEPT_BITS = {2: 4, 5: 6}
+"""Bits of codes of other widths in memory, where they are numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """Rows of blocks, taken apart. Without `inner`, `outer` are the scales themselves.
+def taken_apart(
+    codes: torch.Tensor,
+    bits: int,
+    group: int,
+    outer: torch.Tensor,
+    inner: torch.Tensor | None = None,
+    floor: torch.Tensor | None = None,
+    floors: torch.Tensor | None = None,
+    *,
+    table: tuple[int, ...] | None = None,
+    factor: float = 1.0,
+) -> IntegerCodes:
+    """Return rows of blocks as codes.
 
-    Attributes:
-        codes: uint8 `[n, K]`.
+    Args:
+        codes: uint8 `[n, ...]`.
         bits: of the codes.
         group: values per scale.
-        outer: float16, float8_e4m3fn or float8_e8m0fnu `[n, K / values of a block]`.
-        inner: int16 `[n, K / group]`, factors of `outer`.
-        floor, floors: float16 and int16 like `outer` and `inner`: their product is subtracted.
+        outer: float16, float8_e4m3fn or float8_e8m0fnu `[n, K / values of a block]`; without
+            `inner` the scales themselves.
+        inner: `[n, K / group]`, factors of `outer`.
+        floor, floors: like `outer` and `inner`: their product is subtracted.
         table: the values of codes; None: they are numbers.
         factor: of all scales, exact.
     """
-
-    codes: torch.Tensor
-    bits: int
-    group: int
-    outer: torch.Tensor
-    inner: torch.Tensor | None = None
-    floor: torch.Tensor | None = None
-    floors: torch.Tensor | None = None
-    table: tuple[int, ...] | None = None
-    factor: float = 1.0
-
-    @property
-    def float4(self) -> bool:
-        """Return True if codes are e2m1 numbers."""
-        return self.table is FLOAT4_VALUES
-
-    @property
-    def finite(self) -> bool:
-        """Return True if all scales are numbers."""
-        given = [scales for scales in (self.outer, self.floor) if scales is not None]
-        return all(bool(scales.float().isfinite().all()) for scales in given)
-
-    def scales(self) -> torch.Tensor:
-        """Return float32 `[n, K / group]`, of codes less the middle one. With floors they are those
-        of codes, with a table those of its values."""
-        return _products(self.outer, self.inner) * self.factor
-
-    def minima(self) -> torch.Tensor | None:
-        """Return float32 `[n, K / group]`, subtracted from codes times scales; None without."""
-        return None if self.floor is None else _products(self.floor, self.floors)
-
-    def values(self) -> torch.Tensor:
-        """Return float32 `[n, K]`."""
-        wide, scales = self.codes.float(), self.scales()
-        if self.table is not None:
-            wide = wide.new_tensor(self.table)[self.codes.long()]
-        elif self.floor is None:
-            wide -= 1 << (self.bits - 1)
-        wide = wide.view(len(wide), -1, self.group) * scales[..., None]
-        minima = self.minima()
-        if minima is not None:
-            wide -= minima[..., None]
-        return wide.flatten(1)
+    codes, float4 = codes.flatten(1), table is FLOAT4_VALUES
+    factors = None if factor == 1 else torch.full((len(codes),), factor)
+    bits = _KEPT_BITS.get(bits, bits) if table is None else bits
+    levels = None
+    if inner is not None:
+        levels, outer = Outer(outer, floor, codes.shape[1] // outer.shape[1]), inner.to(torch.int8)
+    return IntegerCodes(
+        *(codes, outer, None if floors is None else floors.to(torch.uint8), bits, group, factors),
+        float4=float4,
+        outer=levels,
+        table=None if float4 else table,
+    )
 
 
-def _products(outer: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
-    wide = outer.float()
-    if inner is None:
-        return wide
-    times = inner.shape[1] // outer.shape[1]
-    return wide.repeat_interleave(times, 1) * inner.float()
+def finite(codes: IntegerCodes) -> bool:
+    """Return True if all scales are numbers."""
+    outer = codes.outer
+    given = [codes.scales] if outer is None else [outer.scales, outer.floors]
+    return all(bool(each.float().isfinite().all()) for each in given if each is not None)
 
 
 def half(blocks: torch.Tensor, at: int) -> torch.Tensor:

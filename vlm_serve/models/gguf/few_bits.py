@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from vlm_serve.models.gguf.decoded import Decoded, half, parts, quarters
+from vlm_serve.kernels.linear.codes import IntegerCodes
+from vlm_serve.models.gguf.decoded import half, parts, quarters, taken_apart
 
 _GRIDS = Path(__file__).with_name("grids.txt")
 """Lines of a name, the values of a place, and zlib's base85 of their codes: four a byte, or two of
@@ -96,44 +97,45 @@ def _pairs(stored: torch.Tensor) -> torch.Tensor:
     return torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
 
 
-def _iq2_xxs(blocks: torch.Tensor) -> Decoded:
+def _iq2_xxs(blocks: torch.Tensor) -> IntegerCodes:
     groups = parts(blocks[..., 2:], 8, 8)
     words = _words(groups[..., 4:], torch.int32).squeeze(-1)
     signs = _even_signs()[_fields(words, 0, 7, 127)]
     codes = _of_grid("IQ2_XXS", groups[..., :4], signs, _IQ2)
-    return Decoded(codes, 3, 32, half(blocks, 0), _factors(words >> 28), table=_IQ2, factor=1 / 8)
+    scales = _factors(words >> 28)
+    return taken_apart(codes, 3, 32, half(blocks, 0), scales, table=_IQ2, factor=1 / 8)
 
 
-def _iq2_xs(blocks: torch.Tensor) -> Decoded:
+def _iq2_xs(blocks: torch.Tensor) -> IntegerCodes:
     words = _words(blocks[..., 2:66], torch.int16)
     codes = _of_grid("IQ2_XS", words & 511, _even_signs()[words >> 9], _IQ2)
     scales = _factors(_pairs(blocks[..., 66:]))
-    return Decoded(codes, 3, 16, half(blocks, 0), scales, table=_IQ2, factor=1 / 8)
+    return taken_apart(codes, 3, 16, half(blocks, 0), scales, table=_IQ2, factor=1 / 8)
 
 
-def _iq2_s(blocks: torch.Tensor) -> Decoded:
+def _iq2_s(blocks: torch.Tensor) -> IntegerCodes:
     top = _fields(blocks[..., 66:74].long(), 0, 2, 3).flatten(-2) << 8
     codes = _of_grid("IQ2_S", blocks[..., 2:34] | top, blocks[..., 34:66], _IQ2)
     scales = _factors(_pairs(blocks[..., 74:]))
-    return Decoded(codes, 3, 16, half(blocks, 0), scales, table=_IQ2, factor=1 / 8)
+    return taken_apart(codes, 3, 16, half(blocks, 0), scales, table=_IQ2, factor=1 / 8)
 
 
-def _iq3_xxs(blocks: torch.Tensor) -> Decoded:
+def _iq3_xxs(blocks: torch.Tensor) -> IntegerCodes:
     words = _words(blocks[..., 66:], torch.int32)
     signs = _even_signs()[_fields(words, 0, 7, 127)]
     codes = _of_grid("IQ3_XXS", blocks[..., 2:66], signs, _IQ3_XXS)
     scales = _factors(words >> 28)
-    return Decoded(codes, 4, 32, half(blocks, 0), scales, table=_IQ3_XXS, factor=1 / 4)
+    return taken_apart(codes, 4, 32, half(blocks, 0), scales, table=_IQ3_XXS, factor=1 / 4)
 
 
-def _iq3_s(blocks: torch.Tensor) -> Decoded:
+def _iq3_s(blocks: torch.Tensor) -> IntegerCodes:
     top = _bits(blocks[..., 66:74]).flatten(-2).long() << 8
     codes = _of_grid("IQ3_S", blocks[..., 2:66] | top, blocks[..., 74:106], _IQ3_S)
     scales = _factors(_pairs(blocks[..., 106:]))
-    return Decoded(codes, 4, 32, half(blocks, 0), scales, table=_IQ3_S)
+    return taken_apart(codes, 4, 32, half(blocks, 0), scales, table=_IQ3_S)
 
 
-def _iq1_s(blocks: torch.Tensor) -> Decoded:
+def _iq1_s(blocks: torch.Tensor) -> IntegerCodes:
     """Where the eighth is subtracted, scale and values are negated."""
     words = _words(blocks[..., 34:], torch.int16)
     places = blocks[..., 2:34] | _fields(words, 0, 3, 7).flatten(-2) << 8
@@ -141,17 +143,17 @@ def _iq1_s(blocks: torch.Tensor) -> Decoded:
     negated = (words >> 15).flatten(1)
     codes = torch.where(negated[..., None] > 0, 2 - codes, codes).flatten(1)
     scales = _factors(words >> 12 & 7) * (1 - 2 * negated).short()
-    return Decoded(codes, 2, 32, half(blocks, 0), scales, table=_IQ1_S, factor=1 / 8)
+    return taken_apart(codes, 2, 32, half(blocks, 0), scales, table=_IQ1_S, factor=1 / 8)
 
 
-def _iq1_m(blocks: torch.Tensor) -> Decoded:
+def _iq1_m(blocks: torch.Tensor) -> IntegerCodes:
     """Put the block's scale together from the top bits of four words."""
     words, tops = _words(blocks[..., 48:], torch.int16), _pairs(blocks[..., 32:48]).long()
     outer = (words >> 12 << torch.arange(0, 16, 4)).sum(-1)
     outer = (outer - (outer >> 15 << 16)).short().view(torch.float16)
     codes = _grid("IQ1")[blocks[..., :32] | (tops & 7) << 8] | ((tops >> 3) * 4).byte()[..., None]
     scales = _factors(_fields(words, 0, 3, 7))
-    return Decoded(codes.flatten(1), 3, 16, outer, scales, table=_IQ1_M, factor=1 / 8)
+    return taken_apart(codes.flatten(1), 3, 16, outer, scales, table=_IQ1_M, factor=1 / 8)
 
 
 def _thirds(stored: torch.Tensor, count: int) -> torch.Tensor:
@@ -160,17 +162,17 @@ def _thirds(stored: torch.Tensor, count: int) -> torch.Tensor:
     return ((stored.int()[..., None, :] * powers & 255) * 3 >> 8).byte().flatten(-2)
 
 
-def _tq1_0(blocks: torch.Tensor) -> Decoded:
+def _tq1_0(blocks: torch.Tensor) -> IntegerCodes:
     first, second, last = blocks[..., :32], blocks[..., 32:48], blocks[..., 48:52]
     codes = torch.cat([_thirds(first, 5), _thirds(second, 5), _thirds(last, 4)], -1)
-    return Decoded(codes.flatten(1), 2, 256, half(blocks, 52), table=_TERNARY)
+    return taken_apart(codes.flatten(1), 2, 256, half(blocks, 52), table=_TERNARY)
 
 
-def _tq2_0(blocks: torch.Tensor) -> Decoded:
-    return Decoded(quarters(blocks[..., :64]).flatten(1), 2, 256, half(blocks, 64), table=_TERNARY)
+def _tq2_0(blocks: torch.Tensor) -> IntegerCodes:
+    return taken_apart(quarters(blocks[..., :64]), 2, 256, half(blocks, 64), table=_TERNARY)
 
 
-FEW_BITS: dict[str, Callable[[torch.Tensor], Decoded]] = {
+FEW_BITS: dict[str, Callable[[torch.Tensor], IntegerCodes]] = {
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
     "IQ2_XXS": _iq2_xxs,

@@ -424,13 +424,6 @@ class Metadata:
             raise self._wrong(key, "an array of numbers", value)
         return list(value.tolist())
 
-    def flag(self, key: str, *, default: bool) -> bool:
-        """Return a flag."""
-        value = self._values.get(self._prefix + key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
-
     def expect(self, key: str, *known: Value) -> None:
         """Refuse a value outside of the supported ones, if the key is there."""
         value = self._values.get(self._prefix + key)

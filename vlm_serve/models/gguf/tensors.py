@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 22
 """Values of blocks that become numbers at a time."""
 
 Indices = Callable[[], torch.Tensor]
-Change = Literal["", "less one", "decay", "frames"]
+Change = Literal["", "less one", "decay", "frames", "rows"]
 
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
@@ -48,6 +48,10 @@ _LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ssm_norm": "linear_attn.norm",
 }
+TOWER = ("v.", "mm.")
+"""Beginnings of a vision tower's names, which may lie in the model's own file; see `vision`."""
+_DRAFT = "mtp."
+"""Beginning of the names of Ollama's older draft layers, which are left out."""
 _EXPERTS = {
     "ffn_gate_exps": ("gate_proj",),
     "ffn_up_exps": ("up_proj",),
@@ -74,7 +78,8 @@ class TensorRecipe:
         index: in the file's first dimension, of a tensor that stacks experts.
         rows, columns: returns those to take, in their order; None: all.
         change: of the numbers. "less one": the file adds 1 to centred norms. "decay": it holds the
-            negated exponential. "frames": `second` is the kernel of the second frame.
+            negated exponential. "frames": `others` is the kernel of the second frame. "rows": those
+            of `others` follow.
     """
 
     source: str
@@ -83,7 +88,7 @@ class TensorRecipe:
     rows: Indices | None = None
     columns: Indices | None = None
     change: Change = ""
-    second: str = ""
+    others: tuple[str, ...] = ()
 
 
 def blocks_of(weight: str, kind: BlockType) -> str:
@@ -104,18 +109,15 @@ class GgufTensors:
 
     Args:
         parts: files, each with the tensors made from it.
-
-    Attributes:
-        nbytes: size of the files.
     """
 
     def __init__(self, parts: Iterable[tuple[GgufFile, Mapping[str, TensorRecipe]]]) -> None:
         self._recipes: dict[str, tuple[GgufFile, TensorRecipe]] = {}
         self._coded: dict[str, str] = {}
         self._columns: dict[str, str] = {}
-        self.nbytes = 0
+        self._files: dict[str, GgufFile] = {}
         for file, tensors in parts:
-            self.nbytes += file.nbytes
+            self._files |= dict.fromkeys(file.tensors, file)
             for name, recipe in tensors.items():
                 self._recipes[name] = file, recipe
                 kind = file.tensors[recipe.source].type
@@ -148,14 +150,19 @@ class GgufTensors:
             file, recipe = self._recipes[self._coded[name]]
             return _chosen(file.blocks(recipe.source), recipe)
         file, recipe = self._recipes[name]
-        return _changed(file, recipe)
+        return _changed(file, recipe, [self._files[name].numbers(name) for name in recipe.others])
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the files."""
+        return sum(file.nbytes for file in set(self._files.values()))
 
 
 def types_of(file: GgufFile, tensors: Mapping[str, TensorRecipe]) -> dict[str, BlockType]:
     """Return the types of the weights in blocks."""
     kinds = {name: file.tensors[recipe.source].type for name, recipe in tensors.items()}
     for name, kind in kinds.items():
-        if kind.quantised and len(tensors[name].shape) != 2:
+        if kind.quantised and (len(tensors[name].shape) != 2 or tensors[name].others):
             raise CheckpointError(
                 f"{tensors[name].source} in {file.path.name} has the type {kind.name}, which is "
                 "not supported for it"
@@ -170,7 +177,7 @@ def _chosen(whole: torch.Tensor, recipe: TensorRecipe) -> torch.Tensor:
     return whole if recipe.rows is None else whole[recipe.rows()]
 
 
-def _changed(file: GgufFile, recipe: TensorRecipe) -> torch.Tensor:
+def _changed(file: GgufFile, recipe: TensorRecipe, others: list[torch.Tensor]) -> torch.Tensor:
     kind = file.tensors[recipe.source].type
     if kind.quantised:
         values = _values(_chosen(file.blocks(recipe.source), recipe), kind)
@@ -183,7 +190,9 @@ def _changed(file: GgufFile, recipe: TensorRecipe) -> torch.Tensor:
     elif recipe.change == "decay":
         values = values.float().neg().log()
     elif recipe.change == "frames":
-        values = torch.stack([values, file.numbers(recipe.second)], 2)
+        values = torch.stack([values, *others], 2)
+    elif recipe.change == "rows":
+        values = torch.cat([values, *others])
     return values.reshape(recipe.shape)
 
 
@@ -223,6 +232,8 @@ class TextNames:
         """
         recipes: dict[str, TensorRecipe] = {}
         for name, entry in tensors.items():
+            if name.startswith((*TOWER, _DRAFT)):
+                continue
             for target, recipe in self._of(name, entry.shape):
                 recipes[target] = recipe
         return recipes

@@ -14,9 +14,10 @@ import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part
-from vlm_serve.kernels.linear.codes import IntegerCodes, Outer
+from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.models.config import mismatch
-from vlm_serve.models.gguf.blocks import Decoded, decode
+from vlm_serve.models.gguf.blocks import decode
+from vlm_serve.models.gguf.decoded import finite
 from vlm_serve.models.gguf.reader import BY_NAME, BlockType
 from vlm_serve.models.gguf.tensors import blocks_of, columns_of
 from vlm_serve.models.quantization.base import (
@@ -71,8 +72,6 @@ _MEMORY = {
     "Q2_K": _Memory(4, 16, 2, 4),
     "IQ4_XS": _Memory(4, 32, 1, 2),
 }
-_KEPT_BITS = {2: 4, 5: 6}
-"""Bits of codes of other widths in memory, where they are numbers."""
 _WIDENED = ("IQ4_NL", "IQ4_XS")
 """Types whose codes take eight bits without compiled code; see `IQ4_VALUES`."""
 _TABLES = ("TQ1_0", "TQ2_0", *(name for name in _MEMORY if name[:3] in ("IQ1", "IQ2", "IQ3")))
@@ -164,32 +163,10 @@ class OpenedBlocks(Opened):
         values, nbytes = self._kind.values, self._kind.nbytes
         first, last = columns.start // values, -(-columns.stop // values)
         decoded = decode(self._kind, rows[:, first * nbytes : last * nbytes])
-        if not decoded.finite:
+        if not finite(decoded):
             raise CheckpointError(f"{self._weight} holds scales that are NaN or infinite")
         start = columns.start - first * values
-        return _integers(decoded).of_columns(range(start, start + len(columns)))
-
-
-def _integers(decoded: Decoded) -> IntegerCodes:
-    bits, table = decoded.bits, None if decoded.float4 else decoded.table
-    if decoded.table is None:
-        bits = _KEPT_BITS.get(bits, bits)
-    factors = None
-    if decoded.factor != 1:
-        factors = torch.full((len(decoded.codes),), decoded.factor)
-    if decoded.inner is None:
-        return IntegerCodes(
-            *(decoded.codes, decoded.outer, None, bits, decoded.group, factors),
-            float4=decoded.float4,
-            table=table,
-        )
-    zeros = None if decoded.floors is None else decoded.floors.to(torch.uint8)
-    size = decoded.codes.shape[1] // decoded.outer.shape[1]
-    outer = Outer(decoded.outer, decoded.floor, size)
-    scales = decoded.inner.to(torch.int8)
-    return IntegerCodes(
-        *(decoded.codes, scales, zeros, bits, decoded.group, factors), outer=outer, table=table
-    )
+        return decoded.of_columns(range(start, start + len(columns)))
 
 
 def type_rules(weights_by_type: Mapping[str, Any]) -> tuple[Rule, ...]:
