@@ -156,12 +156,12 @@ def _kind(piece: Codes) -> str:
     if isinstance(piece, Float8Codes):
         return "FLOAT8"
     if piece.table is not None:
-        return f"TABLE{_table_bits(piece)}"
+        return f"TABLE{_stored_bits(piece)}"
     return _KINDS[piece.bits, piece.float4]
 
 
-def _table_bits(piece: IntegerCodes) -> int:
-    """Return the bits of places in a table. Those of three bits fill words by 32 k."""
+def _stored_bits(piece: IntegerCodes) -> int:
+    """Return the bits of codes in memory. Those of three bits fill words by 32 k."""
     return 4 if piece.bits == 3 and piece.codes.shape[1] % 32 else piece.bits
 
 
@@ -216,29 +216,14 @@ def put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
 
 def _words(piece: IntegerCodes) -> torch.Tensor:
     """Pack codes into int32 `[n, K * bits / 32]`."""
-    codes = piece.codes.contiguous()
-    if piece.table is not None and piece.bits < 4:
-        codes = _of_few_bits(codes, _table_bits(piece))
-    elif piece.bits == 4:
-        codes = _halves(codes)
-    elif piece.bits == 6:
-        low = _halves(codes & 15).view(len(codes), -1, 2, 4)
-        high = _spread(codes >> 4, 2)
-        codes = torch.cat([low, high.unsqueeze(2)], 2).flatten(1)
+    codes, bits = piece.codes.contiguous(), _stored_bits(piece)
+    if bits in (3, 6):
+        own = bits // 3 * 2
+        low = _spread(codes & (1 << own) - 1, own).view(len(codes), -1, 2, 4)
+        codes = torch.cat([low, _spread(codes >> own, own // 2).unsqueeze(2)], 2).flatten(1)
+    elif bits < 8:
+        codes = _spread(codes, bits).flatten(1)
     return codes.view(torch.int32)
-
-
-def _of_few_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes of two, three or four bits into bytes."""
-    if bits == 3:
-        low = _spread(codes & 3, 2).view(len(codes), -1, 2, 4)
-        return torch.cat([low, _spread(codes >> 2, 1).unsqueeze(2)], 2).flatten(1)
-    return _spread(codes, bits).flatten(1)
-
-
-def _halves(codes: torch.Tensor) -> torch.Tensor:
-    """Pack four-bit codes into uint8 `[n, K / 2]`."""
-    return _spread(codes, 4).flatten(1)
 
 
 def _spread(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -25,14 +25,10 @@ def taken_apart(
     """Return rows of blocks as codes.
 
     Args:
-        codes: uint8 `[n, ...]`.
-        bits: of the codes.
-        group: values per scale.
-        outer: float16, float8_e4m3fn or float8_e8m0fnu `[n, K / values of a block]`; without
-            `inner` the scales themselves.
+        codes, bits, group, table: as in IntegerCodes; codes may have more dimensions.
+        outer: `[n, blocks of a row]`; without `inner` the scales themselves.
         inner: `[n, K / group]`, factors of `outer`.
         floor, floors: like `outer` and `inner`: their product is subtracted.
-        table: the values of codes; None: they are numbers.
         factor: of all scales, exact.
     """
     codes, float4 = codes.flatten(1), table is FLOAT4_VALUES

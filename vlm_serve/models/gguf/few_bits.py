@@ -71,7 +71,7 @@ def _fields(words: torch.Tensor, first: int, step: int, mask: int) -> torch.Tens
 def _words(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the unsigned words of bytes, int64 `[..., n]`."""
     mask = (1 << 8 * dtype.itemsize) - 1
-    return stored.contiguous().view(dtype).long() & mask
+    return stored.clone(memory_format=torch.contiguous_format).view(dtype).long() & mask
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
@@ -81,13 +81,8 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
 def _of_grid(
     name: str, places: torch.Tensor, signs: torch.Tensor, table: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return codes, uint8 `[n, K]`.
-
-    Args:
-        places: `[n, blocks, ...]`.
-        signs: a byte for eight values.
-        table: of the codes; its second half has the other sign.
-    """
+    """Return codes, uint8 `[n, K]`, of places and of a byte of signs for eight values. The second
+    half of a table has the other sign."""
     codes = _grid(name)[places.long()].flatten(1)
     return codes | _bits(signs).flatten(1) * (len(table) // 2)
 

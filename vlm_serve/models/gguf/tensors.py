@@ -109,6 +109,9 @@ class GgufTensors:
 
     Args:
         parts: files, each with the tensors made from it.
+
+    Attributes:
+        nbytes: size of the files.
     """
 
     def __init__(self, parts: Iterable[tuple[GgufFile, Mapping[str, TensorRecipe]]]) -> None:
@@ -116,8 +119,10 @@ class GgufTensors:
         self._coded: dict[str, str] = {}
         self._columns: dict[str, str] = {}
         self._files: dict[str, GgufFile] = {}
+        self.nbytes = 0
         for file, tensors in parts:
             self._files |= dict.fromkeys(file.tensors, file)
+            self.nbytes = sum(each.nbytes for each in set(self._files.values()))
             for name, recipe in tensors.items():
                 self._recipes[name] = file, recipe
                 kind = file.tensors[recipe.source].type
@@ -151,11 +156,6 @@ class GgufTensors:
             return _chosen(file.blocks(recipe.source), recipe)
         file, recipe = self._recipes[name]
         return _changed(file, recipe, [self._files[name].numbers(name) for name in recipe.others])
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the files."""
-        return sum(file.nbytes for file in set(self._files.values()))
 
 
 def types_of(file: GgufFile, tensors: Mapping[str, TensorRecipe]) -> dict[str, BlockType]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part
-from vlm_serve.kernels.linear.codes import IntegerCodes
+from vlm_serve.kernels.linear.codes import IQ4_VALUES, IntegerCodes
+from vlm_serve.kernels.linear.packed_codes import MAX_GROUP
 from vlm_serve.models.config import mismatch
 from vlm_serve.models.gguf.blocks import decode
 from vlm_serve.models.gguf.decoded import finite
@@ -31,57 +33,16 @@ from vlm_serve.models.quantization.base import (
 from vlm_serve.models.quantization.fields import Rule, plain_name
 
 
-class _Memory(NamedTuple):
-    """Of a type in memory: bits of a code, values in a group, and bytes of a group's scale and
-    minimum, of the numbers above them in a block, and of a row's factor."""
-
-    bits: int
-    group: int
-    per_group: int
-    per_block: int = 0
-    per_row: int = 0
-
-    @property
-    def floored(self) -> bool:
-        """Return True if groups have minima."""
-        return self.per_block == 4
-
-
-_MEMORY = {
-    "Q8_0": _Memory(8, 32, 2),
-    "Q5_0": _Memory(6, 32, 2),
-    "Q4_0": _Memory(4, 32, 2),
-    "IQ4_NL": _Memory(4, 32, 2),
-    "MXFP4": _Memory(4, 32, 1, per_row=4),
-    "NVFP4": _Memory(4, 16, 1, per_row=4),
-    "TQ1_0": _Memory(2, 128, 2),
-    "TQ2_0": _Memory(2, 128, 2),
-    "IQ1_S": _Memory(2, 32, 1, 2, 4),
-    "IQ1_M": _Memory(3, 16, 1, 2, 4),
-    "IQ2_XXS": _Memory(3, 32, 1, 2, 4),
-    "IQ2_XS": _Memory(3, 16, 1, 2, 4),
-    "IQ2_S": _Memory(3, 16, 1, 2, 4),
-    "IQ3_XXS": _Memory(4, 32, 1, 2, 4),
-    "IQ3_S": _Memory(4, 32, 1, 2),
-    "Q5_1": _Memory(6, 32, 2, 4),
-    "Q4_1": _Memory(4, 32, 2, 4),
-    "Q6_K": _Memory(6, 16, 1, 2),
-    "Q5_K": _Memory(6, 32, 2, 4),
-    "Q4_K": _Memory(4, 32, 2, 4),
-    "Q3_K": _Memory(4, 16, 1, 2),
-    "Q2_K": _Memory(4, 16, 2, 4),
-    "IQ4_XS": _Memory(4, 32, 1, 2),
-}
-_WIDENED = ("IQ4_NL", "IQ4_XS")
-"""Types whose codes take eight bits without compiled code; see `IQ4_VALUES`."""
-_TABLES = ("TQ1_0", "TQ2_0", *(name for name in _MEMORY if name[:3] in ("IQ1", "IQ2", "IQ3")))
-"""Types that keep codes of a table everywhere."""
+@cache
+def _one_block(kind: BlockType) -> IntegerCodes:
+    """Return the codes of a block, which have the form of all of its type."""
+    return decode(kind, torch.zeros(1, kind.nbytes, dtype=torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks(Format):
     """Weights of one type of blocks. `flat`: with one level of scales, float32 where the file has
-    two, and with codes of eight bits where they are of a table."""
+    two, and codes of eight bits in place of a table's."""
 
     type: BlockType
     flat: bool = False
@@ -104,27 +65,24 @@ class Blocks(Format):
         return OpenedBlocks(self.type, tensors.stored(self.mark(names)), columns, names.weight)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        kept, name = _MEMORY[self.type.name], self.type.name
-        bits, per_row = kept.bits, kept.per_row
-        scales = depth // kept.group * kept.per_group
-        if self.flat and kept.per_block:
-            scales, per_row = depth // kept.group * 4, 0
-        else:
-            scales += -(-depth // self.type.values) * kept.per_block
-        if self.flat and name in (*_WIDENED, *_TABLES):
-            bits = 8
-        return columns * (depth * bits // 8 + scales + per_row)
+        codes = _one_block(self.type)
+        if self.flat:
+            codes = codes.wide().flat()
+        group, blocks = min(codes.group, MAX_GROUP), -(-depth // self.type.values)
+        per_group = codes.scales.itemsize + (codes.zeros is not None)
+        per_block = 0 if codes.outer is None else 4 if codes.floored else 2
+        per_row = 0 if codes.factors is None else 4
+        codes_bytes = depth * codes.bits // 8
+        return columns * (codes_bytes + depth // group * per_group + blocks * per_block + per_row)
 
     def without_compiler(self) -> Blocks | None:
-        if self.type.name in _TABLES:
+        codes = _one_block(self.type)
+        if codes.table not in (None, IQ4_VALUES):
             return self
-        kept = _MEMORY[self.type.name]
-        flat = kept.per_block > 0 or self.type.name in _WIDENED
-        return None if kept.floored else Blocks(self.type, flat=flat)
+        return None if codes.floored else Blocks(self.type, flat=True)
 
     def in_one_piece(self) -> Blocks | None:
-        flat = Blocks(self.type, flat=True)
-        return flat if self.type.name in _TABLES else self.without_compiler()
+        return None if _one_block(self.type).floored else Blocks(self.type, flat=True)
 
 
 class OpenedBlocks(Opened):
