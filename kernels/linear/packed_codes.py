@@ -166,10 +166,9 @@ def _stored_bits(piece: IntegerCodes) -> int:
 
 
 def _check_alike(piece: Codes, like: Codes) -> None:
-    if (_kind(piece), piece.group) != (_kind(like), like.group):
-        raise KernelArgumentError("pieces", "kinds or groups differ within a weight")
-    if isinstance(piece, IntegerCodes) and piece.table != getattr(like, "table", None):
-        raise KernelArgumentError("pieces", "tables differ within a weight")
+    one, other = ((_kind(each), each.group, getattr(each, "table", 0)) for each in (piece, like))
+    if one != other:
+        raise KernelArgumentError("pieces", "kinds, tables or groups differ within a weight")
     if piece.scales.dtype != like.scales.dtype or piece.floored != like.floored:
         raise KernelArgumentError("pieces", "types of scales differ within a weight")
 

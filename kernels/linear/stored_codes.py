@@ -25,10 +25,9 @@ from vlm_serve.kernels.linear.codes import (
     scale_values,
 )
 
-_SHARES = {2: 4, 3: 8, 4: 2, 6: 4, 8: 1}
-"""Codes per byte, by bits; groups fill whole bytes."""
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
-"""Bits of a code that lie together, by bits of the code; the lowest first."""
+"""Bits of a code that lie together, by bits of the code; the lowest first. Groups of each fill whole
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ def _laid_out(piece: Codes) -> Stored:
         raise KernelArgumentError("bits", f"{known} are known, got {bits}")
     if group < 1 or depth % group:
         raise KernelArgumentError("group", f"{group} does not divide {depth}")
-    if group % _SHARES[bits]:
+    if group * _PLANES[bits][-1] % 8:
         raise KernelArgumentError("group", f"{group} codes of {bits} bits fill no whole bytes")
     codes = piece.codes if bits == 8 else packed_rows(piece.codes, bits, group)
     table = None

@@ -107,8 +107,9 @@ void products(Digest& digest, int64_t type) {
     const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
     const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
     const std::vector<X> x = draw.many<X>(MAX_COUNT * DEEP, 1.0f);
-    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type, nullptr, nullptr, 0, 0, 0,
-                        nullptr,       nullptr,     nullptr, 0};
+    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type,
+                        nullptr,       nullptr,     0,       0,    0,
+                        nullptr,       nullptr,     nullptr, 0,    nullptr};
     thread_workspace().reserve(DEEP);
     std::vector<float> out(MAX_COUNT * COLUMNS);
     LoopScheduler scheduler;

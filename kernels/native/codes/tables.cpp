@@ -7,7 +7,6 @@ namespace {
 
 constexpr int64_t TABLES_PREFETCH_DISTANCE = 4096;  // bytes
 
-// Unpackers as Int4Bytes.
 struct Table2Bytes {
     static constexpr int WORDS_PER_STEP = 1, PARTS = 4;
     static VLM_INLINE Words part(const char* step, int quarter) {
@@ -43,10 +42,6 @@ void look_up(const char* words, int64_t depth, const ByteTable& table, char* to)
     }
 }
 
-inline const void* behind(const void* from, int64_t bytes) {
-    return from ? (const char*)from + bytes : nullptr;
-}
-
 }  // namespace
 
 Weight looked_up(const Weight& weight, int64_t index, char* bytes) {
@@ -59,10 +54,10 @@ Weight looked_up(const Weight& weight, int64_t index, char* bytes) {
     Weight panel = weight;
     panel.type = INT8, panel.packed = bytes;
     const int64_t numbers = index * PANEL * (weight.depth / weight.group);
-    panel.scales = behind(weight.scales, numbers * bytes_of(weight.scale_type));
+    panel.scales = (const char*)weight.scales + numbers * bytes_of(weight.scale_type);
     if (weight.scale_type != TWO_LEVEL) return panel;
     const int64_t above = index * PANEL * (weight.depth / weight.outer_group);
-    panel.outer = behind(weight.outer, above * bytes_of(FLOAT16));
+    panel.outer = (const char*)weight.outer + above * bytes_of(FLOAT16);
     return panel;
 }
 

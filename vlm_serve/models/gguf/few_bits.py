@@ -1,12 +1,9 @@
 """Blocks of one to three bits a value: IQ1 to IQ3, TQ1_0 and TQ2_0.
 
-A block of IQ holds places in a grid: the magnitudes of eight or four neighbours at once. Their
-signs lie beside them. With seven bits for eight signs, the last one makes the number of negative
-ones even. Here a code is the place of a magnitude in the grid's own short list, with the sign as
-its top bit.
-
-A scale of IQ is `d (2 s + 1)` times a power of two. In IQ1 an eighth of it is added to every value
-of a group, or subtracted: values are whole numbers of eighths.
+A block of IQ holds places in a grid: the magnitudes of eight or four neighbours at once, with their
+signs beside them. Here a code is the place of a magnitude in the grid's short list, and its top bit
+the sign. A scale is `d (2 s + 1)` times a power of two. In IQ1 an eighth of it is added to every
+value of a group, or subtracted: values are whole numbers of eighths.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.models.gguf.decoded import half, parts, quarters, taken_apart
 
 _GRIDS = Path(__file__).with_name("grids.txt")
-"""Lines of a name, the values of a place, and zlib's base85 of their codes: four a byte, or two of
-IQ3; the lowest bits first."""
+"""Of each grid its name, the values of a place, and zlib's base85 of their codes: four a byte, or
+two of IQ3; the lowest bits first."""
 
 
 def _signed(magnitudes: tuple[int, ...]) -> tuple[int, ...]:
@@ -42,8 +39,8 @@ _TERNARY = (-1, 0, 1, 2)
 @cache
 def _grid(name: str) -> torch.Tensor:
     """Return the codes of all places, uint8 `[places, values]`."""
-    lines = (line.split() for line in _GRIDS.read_text(encoding="ascii").splitlines())
-    width, packed = next((int(size), text) for own, size, text in lines if own == name)
+    words = _GRIDS.read_text(encoding="ascii").split()
+    width, packed = int(words[words.index(name) + 1]), words[words.index(name) + 2]
     raw = torch.frombuffer(bytearray(zlib.decompress(base64.b85decode(packed))), dtype=torch.uint8)
     step = 2 if width == 8 else 4
     shifts = torch.arange(0, 8, step, dtype=torch.uint8)
@@ -52,20 +49,15 @@ def _grid(name: str) -> torch.Tensor:
 
 @cache
 def _even_signs() -> torch.Tensor:
-    """Return the eight signs of every seven bits, uint8 `[128]`."""
+    """Return the eight signs of every seven bits, uint8 `[128]`: an even number is negative."""
     bits = torch.arange(128)
     odd = (bits[:, None] >> torch.arange(7) & 1).sum(1) & 1
     return (bits | odd << 7).to(torch.uint8)
 
 
-def _bits(stored: torch.Tensor) -> torch.Tensor:
-    """Return the bits of bytes, uint8 `[..., 8]`, the lowest first."""
-    return stored[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
-
-
-def _fields(words: torch.Tensor, first: int, step: int, mask: int) -> torch.Tensor:
-    """Return four fields of words, `[..., 4]`."""
-    return words[..., None] >> torch.arange(first, first + 4 * step, step) & mask
+def _fields(words: torch.Tensor, step: int, mask: int = 1, count: int = 8) -> torch.Tensor:
+    """Return fields of words, `[..., count]`, the lowest bits first."""
+    return words[..., None].long() >> torch.arange(0, count * step, step) & mask
 
 
 def _words(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +76,7 @@ def _of_grid(
     """Return codes, uint8 `[n, K]`, of places and of a byte of signs for eight values. The second
     half of a table has the other sign."""
     codes = _grid(name)[places.long()].flatten(1)
-    return codes | _bits(signs).flatten(1) * (len(table) // 2)
+    return codes | (_fields(signs, 1).flatten(1) * (len(table) // 2)).byte()
 
 
 def _pairs(stored: torch.Tensor) -> torch.Tensor:
@@ -95,7 +87,7 @@ def _pairs(stored: torch.Tensor) -> torch.Tensor:
 def _iq2_xxs(blocks: torch.Tensor) -> IntegerCodes:
     groups = parts(blocks[..., 2:], 8, 8)
     words = _words(groups[..., 4:], torch.int32).squeeze(-1)
-    signs = _even_signs()[_fields(words, 0, 7, 127)]
+    signs = _even_signs()[_fields(words, 7, 127, 4)]
     codes = _of_grid("IQ2_XXS", groups[..., :4], signs, _IQ2)
     scales = _factors(words >> 28)
     return taken_apart(codes, 3, 32, half(blocks, 0), scales, table=_IQ2, factor=1 / 8)
@@ -109,7 +101,7 @@ def _iq2_xs(blocks: torch.Tensor) -> IntegerCodes:
 
 
 def _iq2_s(blocks: torch.Tensor) -> IntegerCodes:
-    top = _fields(blocks[..., 66:74].long(), 0, 2, 3).flatten(-2) << 8
+    top = _fields(blocks[..., 66:74], 2, 3, 4).flatten(-2) << 8
     codes = _of_grid("IQ2_S", blocks[..., 2:34] | top, blocks[..., 34:66], _IQ2)
     scales = _factors(_pairs(blocks[..., 74:]))
     return taken_apart(codes, 3, 16, half(blocks, 0), scales, table=_IQ2, factor=1 / 8)
@@ -117,14 +109,14 @@ def _iq2_s(blocks: torch.Tensor) -> IntegerCodes:
 
 def _iq3_xxs(blocks: torch.Tensor) -> IntegerCodes:
     words = _words(blocks[..., 66:], torch.int32)
-    signs = _even_signs()[_fields(words, 0, 7, 127)]
+    signs = _even_signs()[_fields(words, 7, 127, 4)]
     codes = _of_grid("IQ3_XXS", blocks[..., 2:66], signs, _IQ3_XXS)
     scales = _factors(words >> 28)
     return taken_apart(codes, 4, 32, half(blocks, 0), scales, table=_IQ3_XXS, factor=1 / 4)
 
 
 def _iq3_s(blocks: torch.Tensor) -> IntegerCodes:
-    top = _bits(blocks[..., 66:74]).flatten(-2).long() << 8
+    top = _fields(blocks[..., 66:74], 1).flatten(-2) << 8
     codes = _of_grid("IQ3_S", blocks[..., 2:66] | top, blocks[..., 74:106], _IQ3_S)
     scales = _factors(_pairs(blocks[..., 106:]))
     return taken_apart(codes, 4, 32, half(blocks, 0), scales, table=_IQ3_S)
@@ -133,7 +125,7 @@ def _iq3_s(blocks: torch.Tensor) -> IntegerCodes:
 def _iq1_s(blocks: torch.Tensor) -> IntegerCodes:
     """Where the eighth is subtracted, scale and values are negated."""
     words = _words(blocks[..., 34:], torch.int16)
-    places = blocks[..., 2:34] | _fields(words, 0, 3, 7).flatten(-2) << 8
+    places = blocks[..., 2:34] | _fields(words, 3, 7, 4).flatten(-2) << 8
     codes = _grid("IQ1")[places].view(len(blocks), -1, 32)
     negated = (words >> 15).flatten(1)
     codes = torch.where(negated[..., None] > 0, 2 - codes, codes).flatten(1)
@@ -147,7 +139,7 @@ def _iq1_m(blocks: torch.Tensor) -> IntegerCodes:
     outer = (words >> 12 << torch.arange(0, 16, 4)).sum(-1)
     outer = (outer - (outer >> 15 << 16)).short().view(torch.float16)
     codes = _grid("IQ1")[blocks[..., :32] | (tops & 7) << 8] | ((tops >> 3) * 4).byte()[..., None]
-    scales = _factors(_fields(words, 0, 3, 7))
+    scales = _factors(_fields(words, 3, 7, 4))
     return taken_apart(codes.flatten(1), 3, 16, outer, scales, table=_IQ1_M, factor=1 / 8)
 
 

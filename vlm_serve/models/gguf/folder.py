@@ -42,7 +42,6 @@ _PATTERNS = ("qwen2", "qwen35", "deepseek-r1-qwen")
 two, and libllama takes the last for the first."""
 _LOOKS_ADDED = re.compile(r"<[^<>\s]+>")
 _LOOKS_SPECIAL = re.compile(r"<[|｜].+[|｜]>")
-_PADDING = re.compile(r"\[PAD\d+\]")
 _PLAIN = frozenset(
     f"<|{name}|>"
     for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
@@ -252,13 +251,9 @@ def _types_by_form(
     typed as plain, no text would ever have it."""
     kinds = list(types)
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind != _NORMAL or token in merged:
-            continue
-        if _LOOKS_ADDED.fullmatch(token):
+        if kind == _NORMAL and token not in merged and _LOOKS_ADDED.fullmatch(token):
             kinds[index] = _CONTROL if _LOOKS_SPECIAL.fullmatch(token) else _USER_DEFINED
-        elif _PADDING.fullmatch(token):
-            kinds[index] = _UNUSED
-    if kinds.count(_NORMAL) + kinds.count(_UNUSED) < types.count(_NORMAL) + types.count(_UNUSED):
+    if kinds != types:
         _log.warning("special tokens of %s are typed as plain text there", metadata.name)
     return kinds
 

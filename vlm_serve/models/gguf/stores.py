@@ -1,8 +1,5 @@
-"""Models that Ollama and LM Studio have downloaded, by their names there.
-
-`ollama:NAME[:TAG]` is a model as `ollama list` shows it. `lmstudio:PUBLISHER/REPO[:KIND]` is a
-folder of LM Studio's, and a type as behind a hub id.
-"""
+"""Models that Ollama and LM Studio have downloaded, by their names there: `ollama:NAME[:TAG]` as
+`ollama list` shows it, `lmstudio:PUBLISHER/REPO[:KIND]` with a type as behind a hub id."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ _NAME = re.compile(r"((?:[\w-][\w.-]*/){0,2}[\w-][\w.-]*)(?::([\w-][\w.-]*))?")
 _OWN_PARTS = re.compile(r"^registry\.ollama\.ai/(library/)?")
 _KIND = "application/vnd.ollama.image."
 _SERVICE = "/usr/share/ollama/.ollama/models"
-_MOST_NAMED = 20
 
 
 def stored_files(name: str, tower: str | None) -> ModelFiles | None:
@@ -72,9 +68,6 @@ def _of_lm_studio(name: str, kind: str | None, tower: str | None) -> ModelFiles:
 
 
 def _missing(program: str, name: str, roots: list[Path], there: list[str]) -> ModelNotFoundError:
-    names = sorted(set(there))
-    known = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    known = ", ".join(sorted(set(there))) or "none at all"
     places = " and ".join(map(str, roots))
-    return ModelNotFoundError(
-        f"{program} has no model {name!r} in {places}; it has {known or 'none at all'}"
-    )
+    return ModelNotFoundError(f"{program} has no model {name!r} in {places}; it has {known}")

@@ -28,7 +28,7 @@ _WHOLE = {
     "output_norm.weight": "{}norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER = {
+LAYER = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -52,7 +52,10 @@ TOWER = ("v.", "mm.")
 """Beginnings of a vision tower's names, which may lie in the model's own file; see `vision`."""
 _DRAFT = "mtp."
 """Beginning of the names of Ollama's older draft layers, which are left out."""
-_EXPERTS = {
+_FACTORS = (".scale", ".input_scale")
+"""Ends of names beside NVFP4: a factor of a weight, or one for each expert, and what an activation
+would have. The former are read with their weights."""
+EXPERTS = {
     "ffn_gate_exps": ("gate_proj",),
     "ffn_up_exps": ("up_proj",),
     "ffn_down_exps": ("down_proj",),
@@ -94,6 +97,11 @@ class TensorRecipe:
 def blocks_of(weight: str, kind: BlockType) -> str:
     """Return the name of a weight's blocks."""
     return f"{weight}_{kind.name}"
+
+
+def factor_of(weight: str) -> str:
+    """Return the name of the factor of all values of a weight in blocks, if it has one."""
+    return f"{weight}_factor"
 
 
 def columns_of(weight: str) -> str:
@@ -232,10 +240,17 @@ class TextNames:
         """
         recipes: dict[str, TensorRecipe] = {}
         for name, entry in tensors.items():
-            if name.startswith((*TOWER, _DRAFT)):
+            if name.startswith((*TOWER, _DRAFT)) or name.endswith(_FACTORS):
                 continue
+            scale = f"{name.removesuffix('weight')}scale"
             for target, recipe in self._of(name, entry.shape):
                 recipes[target] = recipe
+                if scale in tensors:
+                    at = recipe.index or 0
+                    self._check(
+                        scale, (*tensors[scale].shape, -1), 0, max(entry.shape[:-2], default=1)
+                    )
+                    recipes[factor_of(target)] = TensorRecipe(scale, (1,), rows=_span(at, 1))
         return recipes
 
     def _of(self, name: str, shape: tuple[int, ...]) -> Iterator[Item]:
@@ -266,13 +281,13 @@ class TextNames:
     def _of_layer(
         self, name: str, layer: str, base: str, end: str, shape: tuple[int, ...]
     ) -> Iterator[Item]:
-        if base in _LAYER:
+        if base in LAYER:
             recipe = self._plain(name, shape)
             if base == "ffn_gate_inp_shexp" and len(shape) == 1:
                 recipe = TensorRecipe(name, (1, *shape))
-            yield f"{layer}{_LAYER[base]}.{end}", recipe
-        elif base in _EXPERTS and len(shape) == 3:
-            yield from self._experts(name, layer, _EXPERTS[base], shape)
+            yield f"{layer}{LAYER[base]}.{end}", recipe
+        elif base in EXPERTS and len(shape) == 3:
+            yield from self._experts(name, layer, EXPERTS[base], shape)
         elif base == "attn_qkv" and self._attends(layer):
             yield from self._fused(name, layer, end, shape)
         elif self._kind.state:

@@ -65,8 +65,8 @@ _THIRD = re.compile(r"(v\.blk\.\d{1,6}\.attn_)[qkv](\.\w+)")
 _KEYS = {
     "projection_dim": "mm.2.bias",
     "feed_forward_length": "v.blk.0.ffn_up.bias",
-    "image_min_pixels": "shortest_edge",
-    "image_max_pixels": "longest_edge",
+    "image_min_pixels": "clip.vision.shortest_edge",
+    "image_max_pixels": "clip.vision.longest_edge",
 }
 """Keys of an mmproj, and the tensors or keys of the model's own file that say the same."""
 _FEATURES = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
@@ -250,10 +250,9 @@ def inner_tower(
             renamed[target], sources[target] = replace(entry, shape=shape), every
     kept = {key.replace(f"{name}.vision.", "clip.vision."): value for key, value in values.items()}
     for key, other in _KEYS.items():
-        if other in renamed:
-            kept.setdefault(f"clip.vision.{key}", renamed[other].shape[0])
-        elif f"clip.vision.{other}" in kept:
-            kept[f"clip.vision.{key}"] = kept[f"clip.vision.{other}"]
+        if other in renamed or other in kept:
+            value = renamed[other].shape[0] if other in renamed else kept[other]
+            kept.setdefault(f"clip.vision.{key}", value)
     layers = range(min(own.size("block_count"), len(tensors)))
     kept["clip.vision.is_deepstack_layers"] = np.isin(layers, features)
     kept |= {"general.architecture": "clip", "clip.projector_type": "qwen3vl_merger"}

@@ -6,6 +6,7 @@ one holds that order. It moves whole groups of values with one scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,7 @@ from vlm_serve.models.config import mismatch
 from vlm_serve.models.gguf.blocks import decode
 from vlm_serve.models.gguf.decoded import finite
 from vlm_serve.models.gguf.reader import BY_NAME, BlockType
-from vlm_serve.models.gguf.tensors import blocks_of, columns_of
+from vlm_serve.models.gguf.tensors import blocks_of, columns_of, factor_of
 from vlm_serve.models.quantization.base import (
     PIECE_BYTES,
     Format,
@@ -62,7 +63,14 @@ class Blocks(Format):
             raise CheckpointError(mismatch(names.weight, actual, (rows, depth)))
         order = columns_of(names.weight)
         columns = tensors.stored(order) if order in tensors else None
-        return OpenedBlocks(self.type, tensors.stored(self.mark(names)), columns, names.weight)
+        name = factor_of(names.weight)
+        factor = float(tensors.stored(name)) if name in tensors else 1.0
+        if not math.isfinite(factor) or (factor != 1 and not _one_block(self.type).float4):
+            raise CheckpointError(
+                f"{names.weight} of type {self.type.name} has a factor of {factor}"
+            )
+        blocks = tensors.stored(self.mark(names))
+        return OpenedBlocks(self.type, blocks, columns, names.weight, factor)
 
     def nbytes(self, columns: int, depth: int) -> int:
         codes = _one_block(self.type)
@@ -93,12 +101,19 @@ class OpenedBlocks(Opened):
         blocks: uint8 `[N, bytes of a row]`.
         order: int64 `[K]`, the place of every column; None: all are in their place.
         weight: its name, for messages.
+        factor: of all values.
     """
 
     def __init__(
-        self, kind: BlockType, blocks: torch.Tensor, order: torch.Tensor | None, weight: str
+        self,
+        kind: BlockType,
+        blocks: torch.Tensor,
+        order: torch.Tensor | None,
+        weight: str,
+        factor: float,
     ) -> None:
         self._kind, self._blocks, self._order, self._weight = kind, blocks, order, weight
+        self._factor = factor
 
     @property
     def piece_bytes(self) -> int:
@@ -123,6 +138,8 @@ class OpenedBlocks(Opened):
         decoded = decode(self._kind, rows[:, first * nbytes : last * nbytes])
         if not finite(decoded):
             raise CheckpointError(f"{self._weight} holds scales that are NaN or infinite")
+        if decoded.factors is not None:
+            decoded.factors.mul_(self._factor)
         start = columns.start - first * values
         return decoded.of_columns(range(start, start + len(columns)))
 
