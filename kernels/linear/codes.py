@@ -15,8 +15,7 @@ import torch
 FLOAT4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Values of e2m1 numbers by their codes, doubled so that they are integers."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Values of llama.cpp's four-bit codes. Eight bits are not twice as many with their scales, so
-kernels without tables, which are Triton's, take those."""
+"""Values of llama.cpp's four-bit codes. Triton's kernels, which know no tables, take eight bits."""
 
 
 @dataclass(frozen=True, slots=True)

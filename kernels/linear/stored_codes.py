@@ -4,9 +4,8 @@
 bits and code g / 2 + j in its high ones, so codes of each half stay neighbours. The low four bits
 of 6-bit codes lie the same way. Behind those of a group follow its high two bits, in quarters.
 
-Places in a table lie by halves, quarters and eighths too: those of 2 bits as the latter, those of 3
-bits as 2 bits with the top ones behind them. They keep both levels of scales. Kernels of Triton
-know no tables: torch multiplies by such weights.
+Places in a table lie alike: 2 bits in quarters, 3 bits as 2 with the top ones behind them. They keep
+both levels of scales. Kernels of Triton know no tables: torch multiplies by such weights.
 """
 
 from __future__ import annotations

@@ -128,9 +128,7 @@ def _expanded(
     deterministic: bool,
 ) -> torch.Tensor:
     """Multiply x `[T, K]` by the expanded weight and add the bias, in the dtype `out`.
-
-    A weight with a table is expanded some rows at a time, on GPUs too: as a whole it would take up
-    to sixteen times as much."""
+    Some rows at a time if it has a table: on GPUs it would take sixteen times as much as a whole."""
     wide, rows = x.float(), len(weight.codes)
     step = rows if weight.table is None else max(MIN_COLUMNS, CHUNK_BYTES // (4 * weight.depth))
     parts = [

@@ -18,10 +18,12 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_blocks import decode
 from gguf_writer import (
     ARCHITECTURES,
+    WIDE,
     blocks,
     copy,
     read,
     split,
+    text_tensors,
     write_model,
     write_tower,
     write_whole,
@@ -285,3 +287,71 @@ def test_yarns_attention_factor_is_computed(tmp_path: Path) -> None:
     file = write_model(checkpoint, tmp_path / "yarn.gguf", change=change)
     rope = json.loads((resolve_checkpoint(file) / "config.json").read_text())["rope_parameters"]
     assert rope["rope_type"] == "yarn" and "attention_factor" not in rope
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_factors_beside_weights(family: str, tmp_path: Path) -> None:
+    """As converters of NVFP4 write them: one for a weight, or one for each expert."""
+    spec = replace(next(iter(FAMILIES[family].values())), **WIDE)
+    checkpoint = make_checkpoint(tmp_path / "model", spec)
+    config, tensors = read(checkpoint)
+    coded = [
+        (name, values)
+        for name, values in text_tensors(config, tensors)
+        if blocks(Kind.NVFP4)(name, values.shape) == Kind.NVFP4 and "blk." in name
+    ]
+    factors = {
+        name.removesuffix("weight") + "scale": np.linspace(0.5, 2, max(values.shape[:-2] or [1]))
+        for name, values in coded
+    }
+    more = [(name, values.astype(np.float32)) for name, values in factors.items()]
+    more += [(name.replace(".scale", ".input_scale"), values[:1]) for name, values in more]
+    file = write_model(checkpoint, tmp_path / "nv.gguf", blocks(Kind.NVFP4), more=more)
+    found = opened(resolve_checkpoint(file))
+    named = {name for name in found.names() if name.endswith("_factor")}
+    assert len(named) == sum(len(values) for values in factors.values())
+    name = min(name for name in named if "up_proj" in name)
+    assert found.tensor(name).tolist() == [0.5]
+    wrong = [("blk.0.attn_q.scale", np.ones(3, np.float32))]
+    other = write_model(checkpoint, tmp_path / "wrong.gguf", blocks(Kind.NVFP4), more=wrong)
+    with pytest.raises(CheckpointError, match=r"attn_q\.scale in wrong\.gguf has the shape \["):
+        resolve_checkpoint(other)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+@pytest.mark.parametrize("labels", [None, ["yes", "no"], ["bad", "good"], ["a", "b", "c"]])
+def test_a_head_of_labels(labels: list[str] | None, kind: Kind, tmp_path: Path) -> None:
+    """Rows yes and no are a reranker's, others a classifier's."""
+    places: list[int] = []
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        keys = ("tokens", "token_type")
+        tokens, types = (writer.kv_data[0][f"tokenizer.ggml.{key}"].value for key in keys)
+        places[:] = [place for place, kind in enumerate(types) if kind == 4][:2]
+        for place, answer in zip(places, ("yes", "no"), strict=True):
+            tokens[place], types[place] = answer, 1
+        if labels:
+            writer.add_array("qwen3.classifier.output_labels", labels)
+
+    checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(family="qwen3", vision_depth=0))
+    config, _ = read(checkpoint)
+    rows = np.random.default_rng(0).normal(size=(len(labels or "12"), config["hidden_size"]))
+    more = [("cls.output.weight", rows.astype(np.float32))]
+
+    def choice(name: str, shape: tuple[int, ...]) -> Kind:
+        return kind if name == "cls.output.weight" else Kind.F32
+
+    file = write_model(checkpoint, tmp_path / "m.gguf", choice, change=change, more=more)
+    folder = resolve_checkpoint(file)
+    found, made = opened(folder), json.loads((folder / "config.json").read_text())
+    assert made["tie_word_embeddings"] is False
+    if labels in (None, ["yes", "no"]):
+        head = found.tensor("lm_head.weight")
+        assert torch.allclose(head[places], torch.from_numpy(rows).float(), atol=0.03)
+        assert head.shape == (config["vocab_size"], config["hidden_size"])
+        assert head.count_nonzero() <= 2 * config["hidden_size"] and "architectures" not in made
+        assert "lm_head.weight_Q8_0" not in found.names()
+        return
+    assert labels is not None and made["id2label"] == dict(zip("012", labels, strict=False))
+    assert made["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert found.shape("score.weight") == rows.shape

@@ -16,11 +16,8 @@ _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.weight\.lora_([ab])")
 
 
 def gguf_factors(path: Path) -> tuple[dict[str, dict[str, torch.Tensor]], float]:
-    """Return A and B of every module, as stored, and alpha; 0: the scale is 1.
-
-    Raises:
-        CheckpointError: the file is damaged, or no adapter, or a tensor is not supported.
-    """
+    """Return A and B of every module, as stored, and alpha; 0: the scale is 1. Raise
+    CheckpointError for a file that is damaged or no adapter, or has unsupported tensors."""
     file = GgufFile(path)
     metadata = Metadata(file.metadata, path.name)
     if metadata.text("adapter.type", "") != "lora":

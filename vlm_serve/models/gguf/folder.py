@@ -32,6 +32,8 @@ from vlm_serve.system.private_files import TemporaryFolder
 POINTER = "gguf.json"
 _PREFIX = "vlm-serve-gguf-"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CLASSIFIER, _ANSWERS = "Qwen3ForSequenceClassification", ["yes", "no"]
+"""Labels of a reranker are those of rows of its output projection."""
 _log = logging.getLogger(__name__)
 _known: dict[tuple[Any, ...], TemporaryFolder] = {}
 
@@ -118,7 +120,13 @@ class _Model:
         for part in self._parts:
             every |= part.tensors
         self._text = text_config(self._metadata, every)
-        self._every = every
+        self._every, head = every, every.get("cls.output.weight")
+        tokens = self._metadata.texts("tokenizer.ggml.tokens")
+        key = f"{name}.classifier.output_labels"
+        labels = self._metadata.texts(key) if key in self._metadata else _ANSWERS
+        self._labels = [] if head is None else labels
+        known = head is not None and head.shape[0] == 2 and labels == _ANSWERS
+        self._answers = tuple(map(tokens.index, labels)) if known and {*labels} <= {*tokens} else ()
         self._vision: dict[str, Any] | None = None
         self._tower_files: list[GgufFile] = []
         if files.tower is not None:
@@ -148,6 +156,10 @@ class _Model:
         prefix = "model." if self._vision is None else "model.language_model."
         names = TextNames(self._kind, self._text, prefix, self._metadata.name)
         recipes = [(part, names.recipes(part.tensors)) for part in self._parts]
+        for _, found in recipes:
+            if self._answers and (head := found.pop("score.weight", None)):
+                shape = self._text["vocab_size"], self._text["hidden_size"]
+                found["lm_head.weight"] = TensorRecipe(head.source, shape, labels=self._answers)
         if self._vision is not None:
             features = self._vision["deepstack_visual_indexes"]
             tower = vision_tensors(
@@ -187,6 +199,8 @@ class _Model:
                 "tie_word_embeddings": text["tie_word_embeddings"],
             }
         config["dtype"] = dtype
+        if self._labels and not self._answers:
+            config |= {"architectures": [_CLASSIFIER], "id2label": dict(enumerate(self._labels))}
         types: dict[str, list[str]] = defaultdict(list)
         for file, recipes in self._recipes():
             for name, kind in types_of(file, recipes).items():

@@ -24,8 +24,7 @@ def stored_files(name: str, tower: str | None) -> ModelFiles | None:
     `tower` is as for `find_files`.
 
     Raises:
-        ModelNotFoundError: there is no such model; names those that there are.
-        CheckpointError: its files are incomplete.
+        ModelNotFoundError, CheckpointError: there is no such model, or not all of it.
     """
     program, _, rest = name.partition(":")
     match = _NAME.fullmatch(rest)

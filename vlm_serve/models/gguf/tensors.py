@@ -27,6 +27,7 @@ _WHOLE = {
     "token_embd.weight": "{}embed_tokens.weight",
     "output_norm.weight": "{}norm.weight",
     "output.weight": "lm_head.weight",
+    "cls.output.weight": "score.weight",
 }
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -50,11 +51,9 @@ LAYER = {
 }
 TOWER = ("v.", "mm.")
 """Beginnings of a vision tower's names, which may lie in the model's own file; see `vision`."""
-_DRAFT = "mtp."
-"""Beginning of the names of Ollama's older draft layers, which are left out."""
+_DRAFT = "mtp."  # Ollama's older draft layers are left out.
 _FACTORS = (".scale", ".input_scale")
-"""Ends of names beside NVFP4: a factor of a weight, or one for each expert, and what an activation
-would have. The former are read with their weights."""
+"""Ends of names beside NVFP4: a factor of a weight or of each expert, and those of activations."""
 EXPERTS = {
     "ffn_gate_exps": ("gate_proj",),
     "ffn_up_exps": ("up_proj",),
@@ -83,6 +82,7 @@ class TensorRecipe:
         change: of the numbers. "less one": the file adds 1 to centred norms. "decay": it holds the
             negated exponential. "frames": `others` is the kernel of the second frame. "rows": those
             of `others` follow.
+        labels: rows that the file has; the others are zero.
     """
 
     source: str
@@ -92,6 +92,7 @@ class TensorRecipe:
     columns: Indices | None = None
     change: Change = ""
     others: tuple[str, ...] = ()
+    labels: tuple[int, ...] = ()
 
 
 def blocks_of(weight: str, kind: BlockType) -> str:
@@ -100,7 +101,7 @@ def blocks_of(weight: str, kind: BlockType) -> str:
 
 
 def factor_of(weight: str) -> str:
-    """Return the name of the factor of all values of a weight in blocks, if it has one."""
+    """Return the name of the factor of a weight in blocks, if it has one."""
     return f"{weight}_factor"
 
 
@@ -134,7 +135,7 @@ class GgufTensors:
             for name, recipe in tensors.items():
                 self._recipes[name] = file, recipe
                 kind = file.tensors[recipe.source].type
-                if kind.quantised:
+                if kind.quantised and not recipe.labels:
                     self._coded[blocks_of(name, kind)] = name
                     if recipe.columns is not None:
                         self._columns[columns_of(name)] = name
@@ -168,7 +169,8 @@ class GgufTensors:
 
 def types_of(file: GgufFile, tensors: Mapping[str, TensorRecipe]) -> dict[str, BlockType]:
     """Return the types of the weights in blocks."""
-    kinds = {name: file.tensors[recipe.source].type for name, recipe in tensors.items()}
+    coded = {name: recipe.source for name, recipe in tensors.items() if not recipe.labels}
+    kinds = {name: file.tensors[source].type for name, source in coded.items()}
     for name, kind in kinds.items():
         if kind.quantised and (len(tensors[name].shape) != 2 or tensors[name].others):
             raise CheckpointError(
@@ -201,6 +203,9 @@ def _changed(file: GgufFile, recipe: TensorRecipe, others: list[torch.Tensor]) -
         values = torch.stack([values, *others], 2)
     elif recipe.change == "rows":
         values = torch.cat([values, *others])
+    if recipe.labels:
+        labels = torch.tensor(recipe.labels)
+        return torch.zeros(recipe.shape).index_copy_(0, labels, values.float())
     return values.reshape(recipe.shape)
 
 

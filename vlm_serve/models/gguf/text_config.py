@@ -149,7 +149,7 @@ def text_config(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
         "rms_norm_eps": section.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(section, name, head_dim),
         "attention_bias": any(tensor.endswith("attn_output.bias") for tensor in tensors),
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "tie_word_embeddings": not tensors.keys() & {"output.weight", "cls.output.weight"},
     }
     for wanted, part in ((kind.state, _state), (kind.experts, _experts)):
         if wanted:

@@ -59,8 +59,7 @@ _NAMES = {
 """Parts of names in a model's own file, and in an mmproj."""
 _INNER = re.compile("|".join(map(re.escape, _NAMES)))
 _INNER_FEATURES = re.compile(r"v\.deepstack_merger\.(\d{1,6})\.")
-_INNER_PATCHES = "v.patch_embed.weight"
-"""Both frames' kernels in one tensor `[out * in, frames, side, side]`."""
+_INNER_PATCHES = "v.patch_embed.weight"  # [out * in, frames, side, side]
 _THIRD = re.compile(r"(v\.blk\.\d{1,6}\.attn_)[qkv](\.\w+)")
 _KEYS = {
     "projection_dim": "mm.2.bias",
@@ -216,16 +215,13 @@ def vision_tensors(
 def inner_tower(
     values: Mapping[str, Value], tensors: Tensors, name: str, file: str
 ) -> tuple[dict[str, Value], Tensors, dict[str, list[str]]]:
-    """Return a tower in the model's own file, as Ollama writes it, in the form of an mmproj.
+    """Return a tower in the model's own file, as Ollama writes it, in the form of an mmproj: its
+    metadata, its tensors, and the names of those in the file that make up each of them.
 
     Args:
-        values: the model's metadata.
-        tensors: all that the file or its parts have.
+        values, tensors: of the model, or of all its parts.
         name: of the architecture.
         file: for messages.
-
-    Returns:
-        Its metadata, its tensors, and those of the file that make up each of them.
     """
     own = Metadata(values, file, f"{name}.vision.")
     features = own.numbers("deepstack_visual_indexes") or []

@@ -78,10 +78,10 @@ class Blocks(Format):
             codes = codes.wide().flat()
         group, blocks = min(codes.group, MAX_GROUP), -(-depth // self.type.values)
         per_group = codes.scales.itemsize + (codes.zeros is not None)
-        per_block = 0 if codes.outer is None else 4 if codes.floored else 2
-        per_row = 0 if codes.factors is None else 4
-        codes_bytes = depth * codes.bits // 8
-        return columns * (codes_bytes + depth // group * per_group + blocks * per_block + per_row)
+        per_block = 0 if codes.outer is None else 2 + 2 * codes.floored
+        per_row = 4 * (codes.factors is not None)
+        scales = depth // group * per_group + blocks * per_block + per_row
+        return columns * (depth * codes.bits // 8 + scales)
 
     def without_compiler(self) -> Blocks | None:
         codes = _one_block(self.type)
@@ -93,10 +93,11 @@ class Blocks(Format):
         return None if _one_block(self.type).floored else Blocks(self.type, flat=True)
 
 
+@dataclass(frozen=True, slots=True)
 class OpenedBlocks(Opened):
     """The blocks of a weight.
 
-    Args:
+    Attributes:
         kind: their type.
         blocks: uint8 `[N, bytes of a row]`.
         order: int64 `[K]`, the place of every column; None: all are in their place.
@@ -104,16 +105,11 @@ class OpenedBlocks(Opened):
         factor: of all values.
     """
 
-    def __init__(
-        self,
-        kind: BlockType,
-        blocks: torch.Tensor,
-        order: torch.Tensor | None,
-        weight: str,
-        factor: float,
-    ) -> None:
-        self._kind, self._blocks, self._order, self._weight = kind, blocks, order, weight
-        self._factor = factor
+    kind: BlockType
+    blocks: torch.Tensor
+    order: torch.Tensor | None
+    weight: str
+    factor: float
 
     @property
     def piece_bytes(self) -> int:
@@ -121,25 +117,25 @@ class OpenedBlocks(Opened):
         return PIECE_BYTES // 4
 
     def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
-        blocks = self._blocks[rows.start : rows.stop]
-        if self._order is None:
+        blocks = self.blocks[rows.start : rows.stop]
+        if self.order is None:
             codes = self._codes(blocks, columns)
         else:
             codes = self._codes(
-                blocks, range(blocks.shape[1] // self._kind.nbytes * self._kind.values)
+                blocks, range(blocks.shape[1] // self.kind.nbytes * self.kind.values)
             )
-            codes = codes.of_columns(self._order).of_columns(columns)
+            codes = codes.of_columns(self.order).of_columns(columns)
         return codes
 
     def _codes(self, rows: torch.Tensor, columns: range) -> IntegerCodes:
         """Return the codes of some columns, from the blocks around them."""
-        values, nbytes = self._kind.values, self._kind.nbytes
+        values, nbytes = self.kind.values, self.kind.nbytes
         first, last = columns.start // values, -(-columns.stop // values)
-        decoded = decode(self._kind, rows[:, first * nbytes : last * nbytes])
+        decoded = decode(self.kind, rows[:, first * nbytes : last * nbytes])
         if not finite(decoded):
-            raise CheckpointError(f"{self._weight} holds scales that are NaN or infinite")
+            raise CheckpointError(f"{self.weight} holds scales that are NaN or infinite")
         if decoded.factors is not None:
-            decoded.factors.mul_(self._factor)
+            decoded.factors.mul_(self.factor)
         start = columns.start - first * values
         return decoded.of_columns(range(start, start + len(columns)))
 
