@@ -168,7 +168,7 @@ def _stored_bits(piece: IntegerCodes) -> int:
 def _check_alike(piece: Codes, like: Codes) -> None:
     one, other = ((_kind(each), each.group, getattr(each, "table", 0)) for each in (piece, like))
     if one != other:
-        raise KernelArgumentError("pieces", "kinds, tables or groups differ within a weight")
+        raise KernelArgumentError("pieces", "kinds or groups differ within a weight")
     if piece.scales.dtype != like.scales.dtype or piece.floored != like.floored:
         raise KernelArgumentError("pieces", "types of scales differ within a weight")
 

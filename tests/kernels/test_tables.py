@@ -112,7 +112,7 @@ def test_columns_are_cut_with_their_scales() -> None:
 def test_tables_of_one_weight_are_alike() -> None:
     codes = looked_up(4, 32)
     other = replace(codes, table=IQ4_VALUES)
-    with pytest.raises(KernelArgumentError, match="tables differ"):
+    with pytest.raises(KernelArgumentError, match="kinds or groups differ"):
         PackedCodes.of([codes, other], 2 * COLUMNS, DEPTH)
     with pytest.raises(KernelArgumentError, match="one kind"):
         TorchQuantised.of([codes, other], 2 * COLUMNS, DEPTH)
