@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vlm_serve.kernels.native_build import BuildError
 
-FLOAT32 = "ef8e4e8d4383a179"
+FLOAT32 = "d2ca0ef90a507022"
 """Digest of float32 results."""
 
 

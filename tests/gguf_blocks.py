@@ -27,6 +27,16 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "MXFP4": (),
+    "NVFP4": (),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 """Where blocks have float16 numbers."""
 
@@ -39,9 +49,21 @@ def random_blocks(name: str, rows: int, width: int, seed: int = 0) -> Array:
     for at in HALVES[name]:
         numbers = dice.normal(size=(*blocks.shape[:2], 1)).astype(np.float16)
         blocks[..., at : at + 2] = numbers.view(np.uint8)
+    if name == "IQ1_M":
+        put_scales(blocks, dice.normal(size=blocks.shape[:2]).astype(np.float16))
     if name == "MXFP4":
         blocks[..., 0] = 120 + blocks[..., 0] % 16
+    if name == "NVFP4":
+        blocks[..., :4] &= 127
     return blocks.reshape(rows, -1)
+
+
+def put_scales(blocks: Array, scales: Array) -> None:
+    """Set the scales of IQ1_M, whose bits are the top ones of four words."""
+    bits = scales.view(np.uint16)
+    for word in range(4):
+        place = blocks[..., 49 + 2 * word]
+        place[...] = (place & 15) | (bits >> 4 * word & 15).astype(np.uint8) << 4
 
 
 def encode(values: Array, kind: Kind) -> Array:
@@ -59,7 +81,7 @@ def encode(values: Array, kind: Kind) -> Array:
     return found
 
 
-_WITHOUT = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
+_WITHOUT = ("Q2_K", "Q3_K", "NVFP4", *(name for name in HALVES if name.startswith("IQ")))
 
 
 def _random_like(values: Array, kind: Kind) -> Array:
@@ -70,6 +92,10 @@ def _random_like(values: Array, kind: Kind) -> Array:
     for at in HALVES[kind.name]:
         scales = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16) * ratio
         blocks[..., at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    if kind.name == "NVFP4":  # Scales from 1/32 on.
+        blocks[..., :4] = 16 + blocks[..., :4] % 8
+    if kind.name == "IQ1_M":
+        put_scales(blocks, np.full(blocks.shape[:2], ratio, np.float16))
     return blocks.reshape(*values.shape[:-1], -1)
 
 

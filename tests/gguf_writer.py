@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +125,9 @@ def write_model(
     choice: Choice = plain,
     *,
     change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    more: Iterable[tuple[str, Array]] = (),
 ) -> Path:
-    """The language model as a file; `change` may add metadata."""
+    """The language model as a file; `change` may add metadata, and `more` are further tensors."""
     config, tensors = read(checkpoint)
     text = config.get("text_config", config)
     predicts = any(name.startswith("mtp.") for name in tensors)
@@ -136,9 +137,61 @@ def write_model(
     _sizes(writer, text, config, predictors=int(predicts))
     _tokenizer(writer, checkpoint, text["vocab_size"], config["model_type"])
     change(writer)
-    for name, values in text_tensors(config, tensors):
+    for name, values in [*text_tensors(config, tensors), *more]:
         _add(writer, name, values, choice)
     return _close(writer, target)
+
+
+def write_whole(checkpoint: Path, target: Path) -> Path:
+    """The language model and its tower in one file, as Ollama's converter writes them."""
+    config, tensors = read(checkpoint)
+    vision = config["vision_config"]
+    preprocessor = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    prefix = f"{ARCHITECTURES[config['model_type']]}.vision."
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for key, value in (
+            ("block_count", vision["depth"]),
+            ("embedding_length", vision["hidden_size"]),
+            ("attention.head_count", vision["num_heads"]),
+            ("num_channels", vision["in_channels"]),
+            ("patch_size", vision["patch_size"]),
+            ("spatial_merge_size", vision["spatial_merge_size"]),
+            ("temporal_patch_size", vision["temporal_patch_size"]),
+            ("shortest_edge", preprocessor["size"]["shortest_edge"]),
+            ("longest_edge", preprocessor["size"]["longest_edge"]),
+        ):
+            writer.add_uint32(prefix + key, value)
+        if vision.get("deepstack_visual_indexes"):
+            writer.add_array(
+                f"{prefix}deepstack_visual_indexes", vision["deepstack_visual_indexes"]
+            )
+        for key in ("image_mean", "image_std"):
+            writer.add_array(prefix + key, preprocessor[key])
+
+    return write_model(checkpoint, target, change=change, more=list(_inner_tower(tensors)))
+
+
+def _inner_tower(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Array]]:
+    for name, tensor in tensors.items():
+        if ".visual." not in name:
+            continue
+        own, values = "v." + name.partition(".visual.")[2], _numbers(tensor)
+        for theirs, ours in (
+            ("patch_embed.proj", "patch_embed"),
+            ("blocks", "blk"),
+            ("attn.qkv", "attn_qkv"),
+            ("attn.proj", "attn_out"),
+            ("deepstack_merger_list", "deepstack_merger"),
+        ):
+            own = own.replace(theirs, ours)
+        if own == "v.patch_embed.weight":
+            yield own, values.reshape(-1, *values.shape[2:])
+        elif "attn_qkv" in own:
+            for part, third in zip("qkv", np.split(values, 3), strict=True):
+                yield own.replace("attn_qkv", f"attn_{part}"), third
+        else:
+            yield own, values
 
 
 def write_tower(
@@ -188,6 +241,25 @@ def copy(source: Path, target: Path, change: Callable[[Any], tuple[Array, Kind]]
         values, kind = change(tensor)
         writer.add_tensor(tensor.name, encode(values, kind), raw_dtype=kind)
     return _close(writer, target)
+
+
+def split(source: Path, count: int) -> list[Path]:
+    """A file in parts, as llama.cpp splits it."""
+    reader = gguf.GGUFReader(source)
+    paths = [source.with_name(f"{source.stem}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    for index, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+        if index == 0:
+            for key, field in reader.fields.items():
+                if not key.startswith(("GGUF.", "general.architecture")):
+                    inner = field.types[1] if len(field.types) > 1 else None
+                    writer.add_key_value(key, field.contents(), field.types[0], inner)
+        writer.add_uint16("split.no", index)
+        writer.add_uint16("split.count", count)
+        for tensor in reader.tensors[index::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        _close(writer, path)
+    return paths
 
 
 def _close(writer: gguf.GGUFWriter, target: Path) -> Path:

@@ -235,7 +235,7 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
         nargs="?",
         default=None,
         metavar="MODEL",
-        help="checkpoint directory, GGUF file, hub id, or a built-in model"
+        help="checkpoint directory, GGUF file, hub id, ollama:NAME, or a built-in model"
         f"{also} (default: {DEMO_MODEL})",
     )
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")

@@ -90,7 +90,8 @@ def runs(source: WeightSource, parts: Sequence[Part], shard: Shard | None) -> li
 def _kind(codes: Codes) -> Hashable:
     if isinstance(codes, IntegerCodes):
         outer = None if codes.outer is None else (codes.outer.size, codes.floored)
-        return IntegerCodes, codes.bits, codes.float4, codes.group, codes.scales.dtype, outer
+        values = codes.values_of_codes
+        return IntegerCodes, codes.bits, values, codes.group, codes.scales.dtype, outer
     return Float8Codes, codes.block[1], codes.block[0] == 1, codes.scales.dtype
 
 

@@ -14,6 +14,8 @@ import torch
 
 FLOAT4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Values of e2m1 numbers by their codes, doubled so that they are integers."""
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Values of llama.cpp's four-bit codes. Triton's kernels, which know no tables, take eight bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,10 @@ class Outer:
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodes:
-    """Integer or e2m1 codes with their scales.
+    """Integer codes, e2m1 codes, or codes that are places in a table, with their scales.
 
     The weight is `(codes[n, k] - zeros[n, k // group]) * scales[n, k // group]`, or for e2m1
-    `FLOAT4_VALUES[codes[n, k]] * scales[n, k // group]`.
+    `FLOAT4_VALUES[codes[n, k]] * scales[n, k // group]`; with a table likewise.
 
     Scales of one byte have an additional factor per row. Scales of type int8 are roots: q stands
     for `factors[n] * q * |q|`. If the factor is a power of two, this is a float32 number in less
@@ -63,12 +65,13 @@ class IntegerCodes:
         codes: uint8 `[N, K]`, 0 … 2**bits - 1.
         scales: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e8m0fnu `[N, K / group]`.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
-        bits: 4, 6 or 8.
+        bits: 4, 6 or 8; of places in a table 2, 3 or 4.
         group: values per scale; divides K.
         factors: float32 `[N]` beside scales of one byte, powers of two beside int8; None beside
-            others.
+            others, and beside two levels unless there is a table.
         float4: True if codes are e2m1 numbers; they have 4 bits and no zeros.
         outer: the second level of int8 scales; None: there is one level.
+        table: the values of codes, whole numbers from -127 on, up to 16; there are no zeros then.
     """
 
     codes: torch.Tensor
@@ -79,6 +82,12 @@ class IntegerCodes:
     factors: torch.Tensor | None = None
     float4: bool = False
     outer: Outer | None = None
+    table: tuple[int, ...] | None = None
+
+    @property
+    def values_of_codes(self) -> tuple[int, ...] | None:
+        """Return the values of codes that are looked up; None: they are numbers."""
+        return FLOAT4_VALUES if self.float4 else self.table
 
     @property
     def floored(self) -> bool:
@@ -109,13 +118,23 @@ class IntegerCodes:
         if self.outer is None:
             return self
         assert not self.floored, "minima have no one-level form"
-        return replace(self, scales=self.outer.times(self.scales, self.outer.scales), outer=None)
+        scales = self.outer.times(self.scales, self.outer.scales)
+        if self.factors is not None:
+            scales *= self.factors[:, None]
+        return replace(self, scales=scales, outer=None, factors=None)
+
+    def wide(self) -> IntegerCodes:
+        """Return the same values as codes of eight bits, with one level of scales."""
+        if self.table is None:
+            return self
+        codes = (self.codes.new_tensor(self.table, dtype=torch.int16) + 128).to(torch.uint8)
+        return replace(self.flat(), codes=codes[self.codes.long()], bits=8, table=None)
 
     def values(self) -> torch.Tensor:
         """Return the weight, float32 `[N, K]`."""
-        wide = self.codes.float()
-        if self.float4:
-            wide = wide.new_tensor(FLOAT4_VALUES)[self.codes.long()]
+        wide, looked_up = self.codes.float(), self.values_of_codes
+        if looked_up is not None:
+            wide = wide.new_tensor(looked_up)[self.codes.long()]
         wide = wide.view(len(wide), -1, self.group)
         outer = self.outer
         if outer is not None and outer.floors is not None and self.zeros is not None:
@@ -126,7 +145,7 @@ class IntegerCodes:
             return self.flat().values()
         if self.zeros is not None:
             wide = wide - self.zeros.float()[..., None]
-        elif not self.float4:
+        elif looked_up is None:
             wide = wide - (1 << (self.bits - 1))
         return (wide * scale_values(self.scales, self.factors)[..., None]).flatten(1)
 

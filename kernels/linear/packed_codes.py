@@ -2,7 +2,7 @@
 and arithmetic.
 
 e4m3 codes have scales per block or output channel. int8, int6, int4 and e2m1 codes have scales in
-groups of k, and may have zero points.
+groups of k, and may have zero points. So have places in a table, without zero points.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class PackedCodes(PackedLinear):
             packed: int32 `[panels, words of a column, 32]`.
             scales: of a type in SCALE_TYPES, `[panels, K / group, 32]`.
             zeros: uint8 like scales, if there are any.
-            factors: float32 `[panels, 1, 32]` beside scales of one byte and level.
+            factors: float32 `[panels, 1, 32]` beside scales of one byte and level, and beside
+                codes of a table.
+            table: uint8 `[16]`, eight-bit codes around 128 of places in a table.
             outer, floors: float16 `[panels, K / outer_group, 32]`, as in IntegerCodes.
         kind: compiled code's constant for these codes.
         columns, depth, group: N, K and number of k per scale.
@@ -111,6 +113,9 @@ class PackedCodes(PackedLinear):
                 put(tensors[name], first, values)
             first += len(piece.codes)
         assert like is not None, "a weight has codes"
+        if isinstance(like, IntegerCodes) and like.table is not None:
+            values = torch.tensor(like.table + (0,) * (16 - len(like.table)))
+            tensors["table"] = (values + 128).to(torch.uint8)
         return cls(
             tensors,
             kind=_kind(like),
@@ -148,11 +153,21 @@ def _supported(piece: Codes, depth: int) -> int:
 
 def _kind(piece: Codes) -> str:
     """Return compiled code's constant for codes."""
-    return "FLOAT8" if isinstance(piece, Float8Codes) else _KINDS[piece.bits, piece.float4]
+    if isinstance(piece, Float8Codes):
+        return "FLOAT8"
+    if piece.table is not None:
+        return f"TABLE{_stored_bits(piece)}"
+    return _KINDS[piece.bits, piece.float4]
+
+
+def _stored_bits(piece: IntegerCodes) -> int:
+    """Return the bits of codes in memory. Those of three bits fill words by 32 k."""
+    return 4 if piece.bits == 3 and piece.codes.shape[1] % 32 else piece.bits
 
 
 def _check_alike(piece: Codes, like: Codes) -> None:
-    if (_kind(piece), piece.group) != (_kind(like), like.group):
+    one, other = ((_kind(each), each.group, getattr(each, "table", 0)) for each in (piece, like))
+    if one != other:
         raise KernelArgumentError("pieces", "kinds or groups differ within a weight")
     if piece.scales.dtype != like.scales.dtype or piece.floored != like.floored:
         raise KernelArgumentError("pieces", "types of scales differ within a weight")
@@ -200,21 +215,23 @@ def put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
 
 def _words(piece: IntegerCodes) -> torch.Tensor:
     """Pack codes into int32 `[n, K * bits / 32]`."""
-    codes = piece.codes.contiguous()
-    if piece.bits == 4:
-        codes = _halves(codes)
-    elif piece.bits == 6:
-        low = _halves(codes & 15).view(len(codes), -1, 2, 4)
-        fours = codes.view(len(codes), -1, 4, 4) >> 4
-        high = fours[:, :, 0] | fours[:, :, 1] << 2 | fours[:, :, 2] << 4 | fours[:, :, 3] << 6
-        codes = torch.cat([low, high.unsqueeze(2)], 2).flatten(1)
+    codes, bits = piece.codes.contiguous(), _stored_bits(piece)
+    if bits in (3, 6):
+        own = bits // 3 * 2
+        low = _spread(codes & (1 << own) - 1, own).view(len(codes), -1, 2, 4)
+        codes = torch.cat([low, _spread(codes >> own, own // 2).unsqueeze(2)], 2).flatten(1)
+    elif bits < 8:
+        codes = _spread(codes, bits).flatten(1)
     return codes.view(torch.int32)
 
 
-def _halves(codes: torch.Tensor) -> torch.Tensor:
-    """Pack four-bit codes into uint8 `[n, K / 2]`."""
-    eights = codes.view(len(codes), -1, 2, 4)
-    return (eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1)
+def _spread(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the words of codes, uint8 `[n, words, 4]`: each four k lie in the next bits of all
+    bytes."""
+    first, *others = codes.view(len(codes), -1, 8 // bits, 4).unbind(2)
+    for place, fours in enumerate(others, 1):
+        first = first | fours << place * bits
+    return first
 
 
 def _repeated(values: torch.Tensor, times: int) -> torch.Tensor:

@@ -107,8 +107,9 @@ void products(Digest& digest, int64_t type) {
     const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
     const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
     const std::vector<X> x = draw.many<X>(MAX_COUNT * DEEP, 1.0f);
-    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type, nullptr, nullptr, 0, 0, 0,
-                        nullptr,       nullptr,     nullptr, 0};
+    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type,
+                        nullptr,       nullptr,     0,       0,    0,
+                        nullptr,       nullptr,     nullptr, 0,    nullptr};
     thread_workspace().reserve(DEEP);
     std::vector<float> out(MAX_COUNT * COLUMNS);
     LoopScheduler scheduler;
@@ -147,8 +148,10 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
     std::vector<float> out(MAX_COUNT * COLUMNS);
     LoopScheduler scheduler;
     const std::vector<f16> outer = draw.many<f16>(two_level ? groups / 2 : 0, 0.001f);
+    uint8_t table[16];
+    for (int i = 0; i < 16; ++i) table[i] = (uint8_t)(1 + i * 17 % 255);
     for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
-        if (zero && type == FLOAT4) continue;
+        if (zero && (type == FLOAT4 || is_table(type))) continue;
         const Weight weight{words.data(),
                             nullptr,
                             COLUMNS,
@@ -162,7 +165,8 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
                             bytes && !two_level ? factors.data() : nullptr,
                             two_level ? outer.data() : nullptr,
                             two_level && zero ? outer.data() : nullptr,
-                            2 * GROUP};
+                            2 * GROUP,
+                            table};
         for (int64_t count : {(int64_t)1, (int64_t)5, MAX_COUNT}) {
             project<X>(
                 weight, count, scheduler, [&](int64_t r) { return x.data() + r * DEEP; },
@@ -184,8 +188,8 @@ void low_ranks(Digest& digest, int64_t type) {
                              up = draw.many<float>(2 * RANK * PANEL, 0.3f);
     const std::vector<X> x = draw.many<X>(COUNT * DEEP, 1.0f);
     const LowRankPart parts[] = {{0, 2, 0, RANK, up.data()}, {1, 2, RANK, RANK, up.data()}};
-    const Weight down{packed.data(), nullptr, 2 * RANK, DEEP, type, nullptr, nullptr, 0, 0, 0,
-                      nullptr,       nullptr, nullptr,  0};
+    const Weight down{packed.data(), nullptr, 2 * RANK, DEEP, type,   nullptr, nullptr, 0, 0, 0,
+                      nullptr,       nullptr, nullptr,  0,    nullptr};
     const LowRankChange change{down, scales.data(), 2, parts};
     thread_workspace().reserve(DEEP);
     std::vector<float> u(COUNT * PANEL), out = draw.many<float>(COUNT * COLUMNS, 1.0f);
@@ -324,7 +328,12 @@ void self_test(uint64_t* digests) {
     convolutions(digest);
     for (int64_t form : {KV_FLOAT32, KV_BFLOAT16, KV_FLOAT16, KV_FLOAT8, KV_INT8})
         attentions<float>(digest, form);
-    digests[0] = digest.value;
+    // Products of pairs follow the digest without tables, so that its name stays as it was.
+    Digest with_tables = digest;
+    for (int64_t type : {TABLE4, TABLE3, TABLE2})
+        for (int64_t dynamic : {0, 1})
+            coded_products<float, 16>(with_tables, type, dynamic, TWO_LEVEL);
+    digests[0] = with_tables.value;
     digests[1] = 0;
     digests[2] = HAS_DOT4 || HAS_DOT2;
     digests[3] = HAS_AMX;

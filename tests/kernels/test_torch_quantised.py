@@ -156,7 +156,7 @@ def test_codes_that_do_not_fit() -> None:
         with pytest.raises(KernelArgumentError, match="all of one weight must be of one kind"):
             TorchQuantised.of(pieces, 16, 64)
     for wrong, problem in (
-        (IntegerCodes(four.codes, four.scales, None, 3, 32), "4, 6 or 8 are known, got 3"),
+        (IntegerCodes(four.codes, four.scales, None, 3, 32), r"\(4, 6, 8\) are known, got 3"),
         (IntegerCodes(four.codes, four.scales, None, 4, 48), "48 does not divide 64"),
         (IntegerCodes(four.codes, four.scales, None, 4, 1), "1 codes of 4 bits fill no whole"),
         (IntegerCodes(four.codes, four.scales, None, 6, 2), "2 codes of 6 bits fill no whole"),

@@ -9,7 +9,8 @@ namespace cases {
 
 static const char* TYPES[] = {"float32", "bfloat16", "float16", "",     "",          "",
                               "float8",  "",         "roots",   "e8m0", "two_levels"};
-static const char* CODES[] = {"int8", "int6", "int4", "float8", "float4"};
+static const char* CODES[] = {"int8", "int6", "int4",   "float8", "float4", "",
+                              "",     "",     "table4", "table3", "table2"};
 static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
 
 // Values below 1 in magnitude; those of float16 also below its least normal number. Roots and
@@ -48,7 +49,8 @@ vlm::Weight Matrix::weight() const {
             .factors = nullptr,
             .outer = nullptr,
             .floors = nullptr,
-            .outer_group = 0};
+            .outer_group = 0,
+            .table = nullptr};
 }
 
 std::vector<int64_t> Matrix::packed(int64_t threads, int64_t cut) const {
@@ -143,6 +145,8 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
     const bool two_level = scale_type == vlm::TWO_LEVEL;
     std::vector<char> outer(two_level ? count * GROUP / OUTER * 2 : 0);
     for (size_t i = 0; i < outer.size(); i += 2) put(random, vlm::FLOAT16, &outer[i]);
+    uint8_t table[16];
+    for (uint8_t& each : table) each = 1 + random.below(255);
     const std::vector<T> x = random.numbers<T>(rows * DEEP, 2.0f);
     auto run = [&](int64_t first, int64_t some, int64_t threads) {
         std::vector<T> out(some * COLUMNS);
@@ -159,7 +163,8 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
                                              .factors = bytes ? factors.data() : nullptr,
                                              .outer = two_level ? outer.data() : nullptr,
                                              .floors = zeros && two_level ? outer.data() : nullptr,
-                                             .outer_group = OUTER},
+                                             .outer_group = OUTER,
+                                             .table = table},
                                   .rows = some,
                                   .x_stride = DEEP,
                                   .other_stride = 0,
@@ -195,6 +200,11 @@ static void coded_products() {
         for (bool dynamic : {false, true})
             for (int64_t rows : {1, 5, 13, 100})
                 coded_product<T>(vlm::FLOAT4, scales, false, dynamic, rows);
+    for (int64_t type : {vlm::TABLE4, vlm::TABLE3, vlm::TABLE2})
+        for (int64_t scales : {vlm::FLOAT16, vlm::TWO_LEVEL})
+            for (bool dynamic : {false, true})
+                for (int64_t rows : {1, 5, 13, 100})
+                    coded_product<T>(type, scales, false, dynamic, rows);
 }
 
 template <typename T>
@@ -272,7 +282,8 @@ static void float8_pair_products() {
                                  .factors = nullptr,
                                  .outer = nullptr,
                                  .floors = nullptr,
-                                 .outer_group = 0};
+                                 .outer_group = 0,
+                                 .table = nullptr};
         std::vector<bf16> got(rows * COLUMNS), wanted(rows * COLUMNS);
         const vlm::Projection job{.weight = weight,
                                   .rows = rows,

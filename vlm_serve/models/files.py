@@ -29,6 +29,7 @@ from vlm_serve.models.gguf.files import (
     sole_model,
 )
 from vlm_serve.models.gguf.folder import POINTER, folder_of, gguf_files, open_tensors
+from vlm_serve.models.gguf.stores import stored_files
 from vlm_serve.system.foreign_files import foreign, is_gguf
 from vlm_serve.system.private_files import cache_path, make_private, open_private, secure_cache
 
@@ -67,7 +68,8 @@ def resolve_checkpoint(
     cache. GGUF files get a directory that points to them.
 
     Args:
-        model: directory, GGUF file or hub id. Behind a hub id and a colon, the type of a GGUF file.
+        model: directory, GGUF file, hub id, or "ollama:" or "lmstudio:" and a name there. Behind a
+            hub id and a colon, the type of a GGUF file.
         configs_only: download only the files that determine the model's size.
         revision: branch, tag or commit of a hub id.
         tower: GGUF file of the vision tower, or "none"; None: one beside the model's file.
@@ -81,6 +83,10 @@ def resolve_checkpoint(
     if path.is_dir() or path.is_file():
         check_no_revision(revision)
         return _local(path, tower)
+    stored = stored_files(name, tower)
+    if stored is not None:
+        check_no_revision(revision)
+        return folder_of(stored)
     match = _HUB_ID.fullmatch(name)
     if match is None:
         raise ModelNotFoundError(

@@ -306,7 +306,10 @@ def _formats(
         else:
             formats = map(scheme.format_of, (name for name in names if plain_name(name) in known))
         format_ = next(filter(None, formats), None)
-        return format_ if format_ is None or compiled else format_.without_compiler()
+        if format_ is None or compiled:
+            return format_
+        in_one_piece = ".experts" in part.name
+        return format_.in_one_piece() if in_one_piece else format_.without_compiler()
 
     return format_of
 

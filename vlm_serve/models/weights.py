@@ -14,7 +14,7 @@ import torch
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part, Shard, load, runs
 from vlm_serve.kernels.linear.base import shape as shape_of_parts
-from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.codes import Codes, IntegerCodes
 from vlm_serve.kernels.linear.quantising import quantised
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.ranks import ALONE, Ranks
@@ -250,7 +250,9 @@ class Weights:
             return torch.cat(numbers).to(self.device).view(count, -1, numbers[0].shape[1])
         if first.kind is not None:
             columns, depth = shape_of_parts(parts, shard)
-            return stored(first.pieces(), columns, depth, self.device)
+            # Kernels with all experts in one piece know no tables.
+            pieces = (p.wide() if isinstance(p, IntegerCodes) else p for p in first.pieces())
+            return stored(pieces, columns, depth, self.device)
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 

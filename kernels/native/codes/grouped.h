@@ -7,6 +7,11 @@
 // the upper two. The bytes of the latter have k 0 to 3 in their lowest two bits, k 4 to 7 in the
 // next two, and so on. Scales and zero points of a panel are `[K / group, 32]`.
 //
+// Codes of a table lie as four-bit codes do; those of two bits as the upper bits of six-bit codes.
+// Three-bit codes are `[K / 32, 3, 32]`: two words of the lower two bits, and one of the top bits,
+// whose bytes have k 0 to 3 in their lowest bit, and so on. A panel is multiplied after each of its
+// codes was replaced by the byte in the weight's table; it is one of INT8 then.
+//
 // Values. Integer codes are unsigned; a value is (code - zero) * scale. Without zero points, zero
 // is the middle code: 128, 32 or 8. FLOAT8 codes are e4m3 without infinities, and a value is code *
 // scale. FLOAT4 codes are e2m1 without zero points; a value is twice the code, an integer, times
@@ -41,7 +46,10 @@ namespace vlm {
 // results[r][PANEL] = x[r] . panel `index`, without the bias.
 void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* results);
 void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* results);
-// The same for an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
+// Returns panel `index` of a weight with a table as panel 0 of one of INT8, whose codes it writes.
+Weight looked_up(const Weight& weight, int64_t index, char* bytes);
+// The same as `multiply_integers` for an operand in tiles; writes behind the rows, up to a multiple
+// of TILE_ROWS.
 void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, float* results);
 
 // Tells whether one loop covers all panels of a run for a single row. Panels of less than bytes are

@@ -14,7 +14,7 @@ constexpr float INT4_FACTORS[] = {1, 0x1p-8f, 1, 0x1p-8f, 0x1p-4f, 0x1p-12f, 0x1
 constexpr float FLOAT8_FACTORS[] = {256, 256, 256, 256, 256, 256, 256, 256};
 
 inline const float* factors_of(int64_t type) {
-    if (type == INT8 || type == INT6) return INT8_FACTORS;
+    if (type == INT8 || type == INT6 || is_table(type)) return INT8_FACTORS;
     if (type == INT4) return INT4_FACTORS;
     return type == FLOAT8 ? FLOAT8_FACTORS : PLAIN_FACTORS;
 }

@@ -248,6 +248,12 @@ void apply_factors_and_bias(const Weight& weight, int64_t index, int64_t rows, f
 
 // Everything but `apply_factors_and_bias`.
 void multiply_all(const Weight& weight, const Panels& panels, const Operand& x, float* results) {
+    if (is_table(weight.type)) {
+        char* bytes = thread_workspace().bytes_of_panel(weight.depth);
+        for (int64_t p = 0; p < panels.count; ++p, results += x.rows() * PANEL)
+            multiply_codes(looked_up(weight, panels.first + p, bytes), 0, x, results);
+        return;
+    }
     if (in_one_loop(weight, x)) return multiply_integer_row(weight, panels, x, results);
     if (x.in_tiles() && weight.type == FLOAT8)
         return multiply_float8_tiles(weight, panels, x, results);

@@ -45,7 +45,7 @@ void for_runs(const Panels& panels, int64_t rows, const Each& each) {
 // Buffers of one thread for its share of a product.
 struct Workspace {
     Operand operand;
-    ScratchBuffer results[2];
+    ScratchBuffer results[2], looked_up;
 
     float* results_of(int which) {
         return results[which].get((HAS_AMX ? AMX_ROW_BLOCK : ROW_BLOCK) * PANEL);
@@ -56,7 +56,11 @@ struct Workspace {
         operand.reserve(depth);
         results_of(0);
         results_of(1);
+        bytes_of_panel(depth);
     }
+
+    // Returns the place of a panel whose codes are looked up.
+    char* bytes_of_panel(int64_t depth) { return (char*)looked_up.get(depth * PANEL / 4); }
 };
 
 Workspace& thread_workspace();

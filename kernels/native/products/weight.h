@@ -45,6 +45,10 @@ enum Type : int64_t {
     ROOTS = 8,
     E8M0 = 9,
     TWO_LEVEL = 10,  // signed bytes, factors of numbers in `Weight::outer`
+    // Codes again, of so many bits: places in `Weight::table`.
+    TABLE4 = 11,
+    TABLE3 = 12,
+    TABLE2 = 13,
 };
 
 struct Weight {
@@ -61,12 +65,14 @@ struct Weight {
     int64_t dynamic;     // 1: activations are quantised too
     // One-byte scales of one level only, else null: `[panels, 32]` factors of the columns' scales.
     // They are applied to the finished results, which has the same bits if they are powers of two.
+    // Beside codes of a table they may be there with two levels too.
     const float* factors;
     // TWO_LEVEL only: float16 `[panels, K / outer_group, 32]`, factors of scales. With `floors`,
     // zero points times these are minima, which are subtracted from codes times scales. INT8 has
     // none: processors differ in what they take off its codes.
     const void *outer, *floors;
-    int64_t outer_group;  // k per factor: a multiple of `group` that divides K
+    int64_t outer_group;   // k per factor: a multiple of `group` that divides K
+    const uint8_t* table;  // TABLE4 and the like only: the INT8 codes of 16 codes
 };
 
 inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL - 1) / PANEL; }
@@ -83,17 +89,19 @@ using Epilogue = Callback<int64_t, int64_t, int64_t, float*>;
 // because activations have outliers.
 inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
 
+inline bool is_codes(int64_t type) { return type >= INT8; }
+inline bool is_table(int64_t type) { return type >= TABLE4; }
+
 // Returns the code of zero for weights without zero points.
 inline float middle_of(int64_t type) {
-    return type == INT8     ? 128.0f
-           : type == INT6   ? 32.0f
-           : type == INT4   ? 8.0f
-           : type == FLOAT4 ? FLOAT4_MIDDLE
-                            : 0.0f;
+    return type == INT8 || is_table(type) ? 128.0f
+           : type == INT6                 ? 32.0f
+           : type == INT4                 ? 8.0f
+           : type == FLOAT4               ? FLOAT4_MIDDLE
+                                          : 0.0f;
 }
 
-inline bool is_codes(int64_t type) { return type >= INT8; }
-inline bool is_half_bytes(int64_t type) { return type == INT4 || type == FLOAT4; }
+inline bool is_half_bytes(int64_t type) { return type == INT4 || type == FLOAT4 || type == TABLE4; }
 
 // Returns the most rows per micro-kernel. Where MAX_ROWS exceeds FULL_WIDTH_ROWS, few rows have
 // more independent chains in groups over all columns than in larger groups over half of them. The
@@ -111,6 +119,8 @@ inline int64_t max_kernel_rows(int64_t rows, const Weight& weight) {
 inline int64_t panel_step(int64_t type) {
     return type == FLOAT32       ? 4 * PANEL
            : type == INT6        ? PANEL * 3 / 4
+           : type == TABLE3      ? PANEL * 3 / 8
+           : type == TABLE2      ? PANEL / 4
            : is_half_bytes(type) ? PANEL / 2
            : is_codes(type)      ? PANEL
                                  : 2 * PANEL;

@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from checkpoint_spec import CheckpointSpec
-from gguf_writer import write_model, write_tower
+from gguf_writer import split, write_model, write_tower
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
@@ -90,28 +89,6 @@ def test_a_tower_without_use(folder: Path, tmp_path: Path) -> None:
         resolve_checkpoint(text, tower=tower)
     with pytest.raises(ConfigError, match="has no effect: the model is no GGUF file"):
         resolve_checkpoint(tmp_path / "next", tower=tower)
-
-
-def split(source: Path, count: int) -> list[Path]:
-    """A file in parts, as llama.cpp splits it."""
-    reader = gguf.GGUFReader(source)
-    paths = [source.with_name(f"{source.stem}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
-    for index, path in enumerate(paths):
-        writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-        if index == 0:
-            for key, field in reader.fields.items():
-                if not key.startswith(("GGUF.", "general.architecture")):
-                    inner = field.types[1] if len(field.types) > 1 else None
-                    writer.add_key_value(key, field.contents(), field.types[0], inner)
-        writer.add_uint16("split.no", index)
-        writer.add_uint16("split.count", count)
-        for tensor in reader.tensors[index::count]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return paths
 
 
 def test_a_split_model(folder: Path) -> None:

@@ -136,9 +136,9 @@ def test_every_end(whole: bytes, tmp_path: Path) -> None:
          struct.pack("<IQQI", 2, 32, 32, 8), struct.pack("<IQQI", 2, 33, 32, 8)),
         ("blk.0.attn_q.weight has 9 dimensions", struct.pack("<IQQI", 2, 32, 32, 8),
          struct.pack("<IQQI", 9, 32, 32, 8)),
-        ("blk.0.attn_q.weight in model.gguf has the type IQ3_S, which is not supported; "
+        ("blk.0.attn_q.weight in model.gguf has the type Q8_1, which is not supported; "
          "supported are F32,", struct.pack("<IQQI", 2, 32, 32, 8),
-         struct.pack("<IQQI", 2, 32, 32, 21)),
+         struct.pack("<IQQI", 2, 32, 32, 9)),
         ("it has the tensor blk.0.attn_norm.weight twice",
          struct.pack("<Q", 18) + b"output_norm.weight",
          struct.pack("<Q", 22) + b"blk.0.attn_norm.weight"),

@@ -9,13 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
 from families import FAMILIES
 from gguf import GGMLQuantizationType as Kind
 from gguf_blocks import decode
-from gguf_writer import ARCHITECTURES, blocks, copy, read, write_model, write_tower
+from gguf_writer import (
+    ARCHITECTURES,
+    WIDE,
+    blocks,
+    copy,
+    read,
+    split,
+    text_tensors,
+    write_model,
+    write_tower,
+    write_whole,
+)
 from make_checkpoint import make_checkpoint
 from safetensors.torch import save_file
 
@@ -172,3 +184,174 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     generation = read_spec(resolve_checkpoint(file, tower="none")).generation
     assert generation["temperature"] == 0.7 and generation["top_k"] == 20
     assert generation["do_sample"] is True
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_tower_in_the_models_own_file(family: str, tmp_path: Path) -> None:
+    """Ollama's converter writes both into one file."""
+    spec = next(each for each in FAMILIES[family].values() if each.vision_depth)
+    checkpoint = make_checkpoint(tmp_path / "model", spec)
+    _, wanted = read(checkpoint)
+    file = write_whole(checkpoint, tmp_path / "sha256-0123")
+    folder = resolve_checkpoint(file)
+    found, visual = opened(folder), [name for name in wanted if ".visual." in name]
+    assert visual
+    for name in visual:
+        assert torch.equal(found.tensor(name).float(), wanted[name].float()), name
+    theirs, ours = read_spec(checkpoint), read_spec(folder)
+    assert ours.vision == theirs.vision
+    name = "preprocessor_config.json"
+    own, given = (json.loads((each / name).read_text())["size"] for each in (folder, checkpoint))
+    assert own == given
+    blind = resolve_checkpoint(file, tower="none")
+    assert read_spec(blind).vision is None and blind != folder
+    assert not any(".visual." in name for name in opened(blind).names())
+    tower = write_tower(checkpoint, tmp_path / "mmproj.gguf")
+    named = gguf_files(resolve_checkpoint(file, tower=str(tower)))
+    assert named is not None and named.tower == tower
+    beside = gguf_files(resolve_checkpoint(file.rename(tmp_path / "own.gguf")))
+    assert beside is not None and beside.tower is None
+
+
+def test_a_tower_in_parts(tmp_path: Path) -> None:
+    """A whole model in parts, and a tower beside the parts of another."""
+    checkpoint = make_checkpoint(tmp_path / "model", FAMILIES["qwen3_vl"]["vl"])
+    parts = split(write_whole(checkpoint, tmp_path / "whole.gguf"), 3)
+    folder = resolve_checkpoint(parts[1])
+    assert read_spec(folder).vision == read_spec(checkpoint).vision
+    found, wanted = opened(folder), read(checkpoint)[1]
+    assert found.nbytes == sum(part.stat().st_size for part in parts)
+    for name in wanted:
+        if ".visual." in name:
+            assert torch.equal(found.tensor(name).float(), wanted[name].float()), name
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    plain = write_model(checkpoint, beside / "plain.gguf")
+    parts = split(plain, 2)
+    plain.unlink()
+    write_tower(checkpoint, beside / "mmproj-F16.gguf")
+    assert read_spec(resolve_checkpoint(parts[1])).vision is not None
+    assert read_spec(resolve_checkpoint(beside)).vision is not None
+
+
+def test_older_draft_layers_of_ollama_are_left_out(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(vision_depth=0))
+    more = [("mtp.fc.weight", np.zeros((8, 8), np.float32))]
+    found = opened(resolve_checkpoint(write_model(checkpoint, tmp_path / "m.gguf", more=more)))
+    assert not any("mtp" in name for name in found.names())
+
+
+def test_special_tokens_typed_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(vision_depth=0))
+    theirs = Tokenizer(checkpoint)
+    for name in ("plain", "absent"):
+
+        def change(writer: gguf.GGUFWriter, name: str = name) -> None:
+            values = writer.kv_data[0]
+            types = values["tokenizer.ggml.token_type"].value
+            types[:] = [1 if kind in (3, 4) else kind for kind in types]
+            if name == "absent":
+                del values["tokenizer.ggml.token_type"]
+
+        file = write_model(checkpoint, tmp_path / f"{name}.gguf", change=change)
+        ours = Tokenizer(resolve_checkpoint(file))
+        text = "<|im_start|>user\n<think>x</think><tool_call>[PAD7]</tool_call><|im_end|>"
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.special_tokens["<|im_end|>"] == theirs.special_tokens["<|im_end|>"]
+        assert f"special tokens of {name}.gguf are typed as plain text there" in caplog.text
+
+
+def test_what_a_file_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        values = writer.kv_data[0]
+        del values["tokenizer.chat_template"]
+        values["tokenizer.ggml.pre"].value = "deepseek-r1-qwen"
+        writer.add_bos_token_id(3)
+
+    checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(vision_depth=0))
+    folder = resolve_checkpoint(write_model(checkpoint, tmp_path / "bare.gguf", change=change))
+    assert "bare.gguf holds no chat template" in caplog.text and "--chat-template" in caplog.text
+    ours = Tokenizer(folder)
+    assert ours.special_names["bos_token"] == ours.id_to_token(3)
+    assert ours.encode("a word") == Tokenizer(checkpoint).encode("a word")
+
+
+def test_yarns_attention_factor_is_computed(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32768)
+        writer.add_float32("qwen35.rope.scaling.yarn_attn_factor", 0.87)
+
+    checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(vision_depth=0))
+    file = write_model(checkpoint, tmp_path / "yarn.gguf", change=change)
+    rope = json.loads((resolve_checkpoint(file) / "config.json").read_text())["rope_parameters"]
+    assert rope["rope_type"] == "yarn" and "attention_factor" not in rope
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_factors_beside_weights(family: str, tmp_path: Path) -> None:
+    """As converters of NVFP4 write them: one for a weight, or one for each expert."""
+    spec = replace(next(iter(FAMILIES[family].values())), **WIDE)
+    checkpoint = make_checkpoint(tmp_path / "model", spec)
+    config, tensors = read(checkpoint)
+    coded = [
+        (name, values)
+        for name, values in text_tensors(config, tensors)
+        if blocks(Kind.NVFP4)(name, values.shape) == Kind.NVFP4 and "blk." in name
+    ]
+    factors = {
+        name.removesuffix("weight") + "scale": np.linspace(0.5, 2, max(values.shape[:-2] or [1]))
+        for name, values in coded
+    }
+    more = [(name, values.astype(np.float32)) for name, values in factors.items()]
+    more += [(name.replace(".scale", ".input_scale"), values[:1]) for name, values in more]
+    file = write_model(checkpoint, tmp_path / "nv.gguf", blocks(Kind.NVFP4), more=more)
+    found = opened(resolve_checkpoint(file))
+    named = {name for name in found.names() if name.endswith("_factor")}
+    assert len(named) == sum(len(values) for values in factors.values())
+    name = min(name for name in named if "up_proj" in name)
+    assert found.tensor(name).tolist() == [0.5]
+    wrong = [("blk.0.attn_q.scale", np.ones(3, np.float32))]
+    other = write_model(checkpoint, tmp_path / "wrong.gguf", blocks(Kind.NVFP4), more=wrong)
+    with pytest.raises(CheckpointError, match=r"attn_q\.scale in wrong\.gguf has the shape \["):
+        resolve_checkpoint(other)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+@pytest.mark.parametrize("labels", [None, ["yes", "no"], ["bad", "good"], ["a", "b", "c"]])
+def test_a_head_of_labels(labels: list[str] | None, kind: Kind, tmp_path: Path) -> None:
+    """Rows yes and no are a reranker's, others a classifier's."""
+    places: list[int] = []
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        keys = ("tokens", "token_type")
+        tokens, types = (writer.kv_data[0][f"tokenizer.ggml.{key}"].value for key in keys)
+        places[:] = [place for place, kind in enumerate(types) if kind == 4][:2]
+        for place, answer in zip(places, ("yes", "no"), strict=True):
+            tokens[place], types[place] = answer, 1
+        if labels:
+            writer.add_array("qwen3.classifier.output_labels", labels)
+
+    checkpoint = make_checkpoint(tmp_path / "model", CheckpointSpec(family="qwen3", vision_depth=0))
+    config, _ = read(checkpoint)
+    rows = np.random.default_rng(0).normal(size=(len(labels or "12"), config["hidden_size"]))
+    more = [("cls.output.weight", rows.astype(np.float32))]
+
+    def choice(name: str, shape: tuple[int, ...]) -> Kind:
+        return kind if name == "cls.output.weight" else Kind.F32
+
+    file = write_model(checkpoint, tmp_path / "m.gguf", choice, change=change, more=more)
+    folder = resolve_checkpoint(file)
+    found, made = opened(folder), json.loads((folder / "config.json").read_text())
+    assert made["tie_word_embeddings"] is False
+    if labels in (None, ["yes", "no"]):
+        head = found.tensor("lm_head.weight")
+        assert torch.allclose(head[places], torch.from_numpy(rows).float(), atol=0.03)
+        assert head.shape == (config["vocab_size"], config["hidden_size"])
+        assert head.count_nonzero() <= 2 * config["hidden_size"] and "architectures" not in made
+        assert "lm_head.weight_Q8_0" not in found.names()
+        return
+    assert labels is not None and made["id2label"] == dict(zip("012", labels, strict=False))
+    assert made["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert found.shape("score.weight") == rows.shape

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_blocks import HALVES, decode, random_blocks
+from gguf_blocks import HALVES, decode, put_scales, random_blocks
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
+from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.packed_codes import PackedCodes
+from vlm_serve.kernels.linear.stored_codes import stored
+from vlm_serve.models.gguf.blocks import decode as codes_in
 from vlm_serve.models.gguf.reader import BY_NAME
 from vlm_serve.models.quantization.base import pieces
 from vlm_serve.models.quantization.gguf import Blocks, type_rules
@@ -74,6 +78,8 @@ def test_columns_in_another_order(kind: str, head: int) -> None:
 def test_scales_that_are_no_numbers(kind: str) -> None:
     store = Store(kind)
     at = HALVES[kind][0] if HALVES[kind] else -1
+    if kind == "IQ1_M":
+        put_scales(store.blocks.numpy().reshape(ROWS, -1, 56), np.full((ROWS, 2), np.inf, "<f2"))
     store.blocks[7, max(at, 0) : at + 2] = torch.tensor([255, 127])[: at + 2 - max(at, 0)]
     with pytest.raises(CheckpointError, match="up_proj.weight holds scales that are NaN or inf"):
         values(store, kind, Part(NAME, (ROWS, DEPTH)))
@@ -107,6 +113,39 @@ def test_forms_without_a_compiler(kind: str) -> None:
         assert form is not None and form.nbytes(1, 256) == 256
 
 
+def codes_of(kind: str) -> IntegerCodes:
+    return codes_in(BY_NAME[kind], torch.from_numpy(random_blocks(kind, ROWS, DEPTH)))
+
+
+def test_a_factor_of_a_whole_weight() -> None:
+    """Converters of NVFP4 keep it beside the weight."""
+    store = Store("NVFP4")
+    store._all[f"{NAME}_factor"] = torch.tensor([0.375])
+    part = Part(NAME, (ROWS, DEPTH))
+    assert torch.equal(values(store, "NVFP4", part), store.values * 0.375)
+    assert torch.equal(values(store, "NVFP4", part), store.values * 0.375)
+    store._all[f"{NAME}_factor"] = torch.tensor([float("nan")])
+    with pytest.raises(CheckpointError, match="type NVFP4 has a factor of nan"):
+        values(store, "NVFP4", part)
+    other = Store("Q8_0")
+    other._all[f"{NAME}_factor"] = torch.tensor([2.0])
+    with pytest.raises(CheckpointError, match=r"type Q8_0 has a factor of 2\.0"):
+        values(other, "Q8_0", part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_in_one_piece(kind: str) -> None:
+    """Triton multiplies by codes of eight bits in place of a table's."""
+    codes, form = codes_of(kind), Blocks(BY_NAME[kind]).in_one_piece()
+    assert (form is None) == codes.floored
+    if form is None:
+        return
+    weight = stored([codes.wide()], ROWS, DEPTH, torch.device("cpu"))
+    assert weight.table is None
+    assert weight.nbytes == pytest.approx(form.nbytes(ROWS, DEPTH), rel=0.01)
+    assert torch.equal(weight.plain(slice(None)), codes.values())
+
+
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_they_take(kind: str) -> None:
@@ -118,7 +157,8 @@ def test_what_they_take(kind: str) -> None:
     part, form = Part(NAME, (32, DEPTH)), Blocks(BY_NAME[kind])
     codes = pieces(form.open(store, part), part, None)
     weight = PackedCodes.of(codes, 32, DEPTH)
-    assert weight.nbytes == form.nbytes(32, DEPTH)
+    table = 16 if codes_of(kind).table else 0
+    assert weight.nbytes == form.nbytes(32, DEPTH) + table
     x = torch.randn(3, DEPTH, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ store.stored(NAME).double().T
     assert (weight(x).double() - exact).abs().max() < 1e-6 * exact.abs().max()

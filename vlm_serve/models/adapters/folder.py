@@ -20,6 +20,7 @@ import torch
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear.packed import PANEL
 from vlm_serve.models.adapters.changes import DOWN, GATE_UP, LowRank
+from vlm_serve.models.adapters.gguf import gguf_factors
 from vlm_serve.models.files import SafetensorsFile, fetched_adapter
 from vlm_serve.models.patterns import Pattern, patterns_of_one_file
 
@@ -220,7 +221,7 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
     """Read an adapter.
 
     Args:
-        name: directory or hub id.
+        name: directory, hub id, or a GGUF file.
         dtype: to convert the factors to; None: as stored.
 
     Raises:
@@ -229,6 +230,8 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
             adapter_config.json states, or values that are no numbers; or something is not
             supported.
     """
+    if Path(name).is_file():
+        return _of_gguf(Path(name), dtype)
     path = find_adapter(name)
     fields = _read_fields(_json(path / CONFIG_FILE))
     weights = path / WEIGHTS_FILE
@@ -244,6 +247,16 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
         name: _pair(name, pair, fields) for name, pair in factors.items() if not _is_fused(name)
     }
     return AdapterFile(path, apart, fused(together, fields), base)
+
+
+def _of_gguf(path: Path, dtype: torch.dtype | None) -> AdapterFile:
+    factors, alpha = gguf_factors(path)
+    modules = {}
+    for name, pair in factors.items():
+        checked = {kind: _checked(f"lora_{kind} of {name}", pair[kind], dtype) for kind in "AB"}
+        rank = len(checked["A"])
+        modules[name] = _pair(name, checked, AdapterFields(rank, alpha or rank, (), (), root=False))
+    return AdapterFile(path, modules, {})
 
 
 def _json(path: Path) -> Mapping[str, object]:

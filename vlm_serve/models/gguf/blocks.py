@@ -12,109 +12,34 @@ the second.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from vlm_serve.kernels.linear.codes import FLOAT4_VALUES
+from vlm_serve.kernels.linear.codes import FLOAT4_VALUES, IQ4_VALUES, IntegerCodes
+from vlm_serve.models.gguf.decoded import half, nibbles, parts, quarters, taken_apart
+from vlm_serve.models.gguf.few_bits import FEW_BITS
 from vlm_serve.models.gguf.reader import BlockType
 
 _E8M0 = torch.float8_e8m0fnu
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Values of IQ4_NL and IQ4_XS by their codes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """Rows of blocks, taken apart. Without `inner`, `outer` are the scales themselves.
-
-    Attributes:
-        codes: uint8 `[n, K]`.
-        bits: of the codes.
-        group: values per scale.
-        outer: float16 or float8_e8m0fnu `[n, K / values of a block]`.
-        inner: int16 `[n, K / group]`, factors of `outer`.
-        floor, floors: float16 and int16 like `outer` and `inner`: their product is subtracted.
-        float4: True if codes are e2m1 numbers, in units of a half.
-    """
-
-    codes: torch.Tensor
-    bits: int
-    group: int
-    outer: torch.Tensor
-    inner: torch.Tensor | None = None
-    floor: torch.Tensor | None = None
-    floors: torch.Tensor | None = None
-    float4: bool = False
-
-    @property
-    def finite(self) -> bool:
-        """Return True if all scales are numbers."""
-        given = [scales for scales in (self.outer, self.floor) if scales is not None]
-        return all(bool(scales.float().isfinite().all()) for scales in given)
-
-    def scales(self) -> torch.Tensor:
-        """Return float32 `[n, K / group]`, of codes less the middle one (with floors: of codes)."""
-        return _products(self.outer, self.inner)
-
-    def minima(self) -> torch.Tensor | None:
-        """Return float32 `[n, K / group]`, subtracted from codes times scales; None without."""
-        return None if self.floor is None else _products(self.floor, self.floors)
-
-    def values(self) -> torch.Tensor:
-        """Return float32 `[n, K]`."""
-        wide, scales = self.codes.float(), self.scales()
-        if self.float4:
-            wide = wide.new_tensor(FLOAT4_VALUES)[self.codes.long()]
-            scales = scales * 0.5
-        elif self.floor is None:
-            wide -= 1 << (self.bits - 1)
-        wide = wide.view(len(wide), -1, self.group) * scales[..., None]
-        minima = self.minima()
-        if minima is not None:
-            wide -= minima[..., None]
-        return wide.flatten(1)
-
-
-def decode(kind: BlockType, rows: torch.Tensor) -> Decoded:
+def decode(kind: BlockType, rows: torch.Tensor) -> IntegerCodes:
     """Take apart uint8 `[n, bytes of a row]`."""
     return _DECODERS[kind.name](rows.reshape(len(rows), -1, kind.nbytes))
 
 
-def _products(outer: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
-    wide = outer.float()
-    if inner is None:
-        return wide
-    times = inner.shape[1] // outer.shape[1]
-    return wide.repeat_interleave(times, 1) * inner.float()
+def _q8_0(blocks: torch.Tensor) -> IntegerCodes:
+    return taken_apart(blocks[..., 2:] ^ 128, 8, 32, half(blocks, 0))
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 numbers at a byte of all blocks."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+def _q4_0(blocks: torch.Tensor) -> IntegerCodes:
+    return taken_apart(nibbles(blocks[..., 2:]), 4, 32, half(blocks, 0))
 
 
-def _parts(values: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Return the last dimension cut into several."""
-    return values.reshape(*values.shape[:-1], *sizes)
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return codes `[..., 2 n]` of bytes `[..., n]`: all low halves, then all high ones."""
-    return torch.cat([packed & 15, packed >> 4], -1)
-
-
-def _q8_0(blocks: torch.Tensor) -> Decoded:
-    return Decoded((blocks[..., 2:] ^ 128).flatten(1), 8, 32, _half(blocks, 0))
-
-
-def _q4_0(blocks: torch.Tensor) -> Decoded:
-    return Decoded(_nibbles(blocks[..., 2:]).flatten(1), 4, 32, _half(blocks, 0))
-
-
-def _mxfp4(blocks: torch.Tensor) -> Decoded:
+def _mxfp4(blocks: torch.Tensor) -> IntegerCodes:
     exponents = blocks[..., 0].contiguous().view(_E8M0)
-    return Decoded(_nibbles(blocks[..., 1:]).flatten(1), 4, 32, exponents, float4=True)
+    codes = nibbles(blocks[..., 1:])
+    return taken_apart(codes, 4, 32, exponents, table=FLOAT4_VALUES, factor=0.5)
 
 
 def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,28 +54,26 @@ def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return scales.flatten(1).short(), minima.flatten(1).short()
 
 
-def _q4_k(blocks: torch.Tensor) -> Decoded:
+def _q4_k(blocks: torch.Tensor) -> IntegerCodes:
     scales, minima = _scales_and_minima(blocks[..., 4:16])
-    codes = _nibbles(_parts(blocks[..., 16:], 4, 32)).flatten(1)
-    return Decoded(codes, 4, 32, _half(blocks, 0), scales, _half(blocks, 2), minima)
+    codes = nibbles(parts(blocks[..., 16:], 4, 32))
+    return taken_apart(codes, 4, 32, half(blocks, 0), scales, half(blocks, 2), minima)
 
 
-def _q5_k(blocks: torch.Tensor) -> Decoded:
+def _q5_k(blocks: torch.Tensor) -> IntegerCodes:
     scales, minima = _scales_and_minima(blocks[..., 4:16])
-    low = _parts(_nibbles(_parts(blocks[..., 48:], 4, 32)), 2, 32)
+    low = parts(nibbles(parts(blocks[..., 48:], 4, 32)), 2, 32)
     shifts = torch.arange(8, dtype=torch.uint8).view(4, 2, 1)
     high = (blocks[..., None, None, 16:48] >> shifts & 1) << 4
-    return Decoded(
-        (low | high).flatten(1), 5, 32, _half(blocks, 0), scales, _half(blocks, 2), minima
-    )
+    return taken_apart(low | high, 5, 32, half(blocks, 0), scales, half(blocks, 2), minima)
 
 
-def _q6_k(blocks: torch.Tensor) -> Decoded:
-    low = _parts(_nibbles(_parts(blocks[..., :128], 2, 64)), 4, 32)
+def _q6_k(blocks: torch.Tensor) -> IntegerCodes:
+    low = parts(nibbles(parts(blocks[..., :128], 2, 64)), 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
-    high = (_parts(blocks[..., 128:192], 2, 1, 32) >> shifts & 3) << 4
+    high = (parts(blocks[..., 128:192], 2, 1, 32) >> shifts & 3) << 4
     inner = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1).short()
-    return Decoded((low | high).flatten(1), 6, 16, _half(blocks, 208), inner)
+    return taken_apart(low | high, 6, 16, half(blocks, 208), inner)
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
@@ -159,75 +82,75 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     return ((packed[..., None] >> shifts & 1) << 4).flatten(-2)
 
 
-def _q5_0(blocks: torch.Tensor) -> Decoded:
-    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return Decoded((codes + 16).flatten(1), 6, 32, _half(blocks, 0))
+def _q5_0(blocks: torch.Tensor) -> IntegerCodes:
+    codes = nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return taken_apart(codes + 16, 6, 32, half(blocks, 0))
 
 
-def _with_floor(codes: torch.Tensor, bits: int, blocks: torch.Tensor) -> Decoded:
+def _with_floor(codes: torch.Tensor, bits: int, blocks: torch.Tensor) -> IntegerCodes:
     """Return codes with the scale and the negative minimum that blocks of 32 begin with."""
     ones = torch.ones(blocks.shape[:2], dtype=torch.int16)
-    return Decoded(codes.flatten(1), bits, 32, _half(blocks, 0), ones, -_half(blocks, 2), ones)
+    return taken_apart(codes, bits, 32, half(blocks, 0), ones, -half(blocks, 2), ones)
 
 
-def _q4_1(blocks: torch.Tensor) -> Decoded:
-    return _with_floor(_nibbles(blocks[..., 4:]), 4, blocks)
+def _q4_1(blocks: torch.Tensor) -> IntegerCodes:
+    return _with_floor(nibbles(blocks[..., 4:]), 4, blocks)
 
 
-def _q5_1(blocks: torch.Tensor) -> Decoded:
-    codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+def _q5_1(blocks: torch.Tensor) -> IntegerCodes:
+    codes = nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
     return _with_floor(codes, 5, blocks)
 
 
-def _quarters(packed: torch.Tensor) -> torch.Tensor:
-    """Return 256 codes of two bits, `[..., 2, 4, 32]`, of 64 bytes."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
-    return _parts(packed, 2, 1, 32) >> shifts & 3
-
-
-def _q2_k(blocks: torch.Tensor) -> Decoded:
+def _q2_k(blocks: torch.Tensor) -> IntegerCodes:
     factors = blocks[..., :16].flatten(1)
     scales, minima = (factors & 15).short(), (factors >> 4).short()
-    codes = _quarters(blocks[..., 16:80]).flatten(1)
-    return Decoded(codes, 2, 16, _half(blocks, 80), scales, _half(blocks, 82), minima)
+    codes = quarters(blocks[..., 16:80])
+    return taken_apart(codes, 2, 16, half(blocks, 80), scales, half(blocks, 82), minima)
 
 
-def _q3_k(blocks: torch.Tensor) -> Decoded:
+def _q3_k(blocks: torch.Tensor) -> IntegerCodes:
     places = torch.arange(8, dtype=torch.uint8).view(2, 4, 1)
-    high = _parts(blocks[..., :32], 1, 1, 32) >> places & 1
-    codes = (_quarters(blocks[..., 32:96]) | high << 2) + 4
-    low = _nibbles(blocks[..., 96:104])
+    high = parts(blocks[..., :32], 1, 1, 32) >> places & 1
+    codes = (quarters(blocks[..., 32:96]) | high << 2) + 4
+    low = nibbles(blocks[..., 96:104])
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
-    tops = (_parts(blocks[..., 104:108], 1, 4) >> shifts & 3).flatten(-2)
+    tops = (parts(blocks[..., 104:108], 1, 4) >> shifts & 3).flatten(-2)
     inner = (low | tops << 4).short() - 32
-    return Decoded(codes.flatten(1), 4, 16, _half(blocks, 108), inner.flatten(1))
+    return taken_apart(codes, 4, 16, half(blocks, 108), inner.flatten(1))
 
 
-def _from_table(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes of eight bits around 128 for the values of a table."""
-    return (torch.tensor(_IQ4) + 128).to(torch.uint8)[codes.long()].flatten(1)
+def _iq4_nl(blocks: torch.Tensor) -> IntegerCodes:
+    codes = nibbles(blocks[..., 2:])
+    return taken_apart(codes, 4, 32, half(blocks, 0), table=IQ4_VALUES)
 
 
-def _iq4_nl(blocks: torch.Tensor) -> Decoded:
-    return Decoded(_from_table(_nibbles(blocks[..., 2:])), 8, 32, _half(blocks, 0))
-
-
-def _iq4_xs(blocks: torch.Tensor) -> Decoded:
+def _iq4_xs(blocks: torch.Tensor) -> IntegerCodes:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     tops = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
     inner = (low | tops << 4).short() - 32
-    codes = _from_table(_nibbles(_parts(blocks[..., 8:], 8, 16)))
-    return Decoded(codes, 8, 32, _half(blocks, 0), inner.flatten(1))
+    codes = nibbles(parts(blocks[..., 8:], 8, 16))
+    return taken_apart(codes, 4, 32, half(blocks, 0), inner.flatten(1), table=IQ4_VALUES)
 
 
-_DECODERS: dict[str, Callable[[torch.Tensor], Decoded]] = {
+def _nvfp4(blocks: torch.Tensor) -> IntegerCodes:
+    """Scales are e4m3 numbers without a sign; the largest code is 0. A signed one is no number."""
+    stored = blocks[..., :4]
+    kept = torch.where(stored < 127, stored, (stored > 127).to(torch.uint8) * 127)
+    scales = kept.flatten(1).view(torch.float8_e4m3fn)
+    codes = nibbles(parts(blocks[..., 4:], 4, 8))
+    return taken_apart(codes, 4, 16, scales, table=FLOAT4_VALUES, factor=0.5)
+
+
+_DECODERS: dict[str, Callable[[torch.Tensor], IntegerCodes]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "Q2_K": _q2_k,
@@ -235,4 +158,5 @@ _DECODERS: dict[str, Callable[[torch.Tensor], Decoded]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    **FEW_BITS,
 }

@@ -11,6 +11,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
 from vlm_serve.models.gguf.reader import GgufFile, Metadata
+from vlm_serve.models.gguf.tensors import TOWER
 from vlm_serve.models.gguf.text_config import architecture_of
 from vlm_serve.models.gguf.vision import projector_of
 
@@ -24,10 +25,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a model: its parts in order, and its vision tower, if it has one."""
+    """The files of a model: its parts in order, and its vision tower, if it has one. `blind`: a
+    tower in the model's own file is left out."""
 
     parts: tuple[Path, ...]
     tower: Path | None
+    blind: bool = False
 
     @property
     def every(self) -> tuple[Path, ...]:
@@ -77,7 +80,7 @@ def find_files(model: Path, tower: str | None) -> ModelFiles:
     """
     parts = _parts(model)
     if tower == NO_TOWER:
-        return ModelFiles(parts, None)
+        return ModelFiles(parts, None, blind=True)
     if tower is not None:
         if not Path(tower).is_file():
             raise ConfigError(f"mmproj {tower!r} is no file", param="mmproj")
@@ -123,12 +126,15 @@ def check_parts(files: Sequence[GgufFile]) -> None:
 
 def _tower_for(model: Path) -> Path | None:
     """Return the vision tower in the model's folder made from the same model, or the one
-    that fits, if the folder holds no other model; None if there is none."""
+    that fits, if the folder holds no other model; None if there is none, or the model has one."""
     files = [file for file in sorted(model.parent.iterdir()) if _is_gguf(file)]
     towers = [file for file in files if is_tower(file)]
     if not towers:
         return None
-    metadata = Metadata(GgufFile(model).metadata, model.name)
+    file = GgufFile(model)
+    if any(tensor.startswith(TOWER) for tensor in file.tensors):
+        return None
+    metadata = Metadata(file.metadata, model.name)
     name, kind = architecture_of(metadata)
     if not kind.sees or metadata.count("split.no"):
         return None

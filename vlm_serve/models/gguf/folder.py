@@ -8,27 +8,42 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
+import re
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.gguf.files import ModelFiles, check_parts
 from vlm_serve.models.gguf.reader import GgufFile, Metadata
-from vlm_serve.models.gguf.tensors import GgufTensors, TensorRecipe, TextNames, types_of
+from vlm_serve.models.gguf.tensors import TOWER, GgufTensors, TensorRecipe, TextNames, types_of
 from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_config
-from vlm_serve.models.gguf.vision import processors, vision_config, vision_tensors
+from vlm_serve.models.gguf.vision import (
+    inner_tower,
+    processors,
+    vision_config,
+    vision_tensors,
+    with_sources,
+)
 from vlm_serve.system.private_files import TemporaryFolder
 
 POINTER = "gguf.json"
 _PREFIX = "vlm-serve-gguf-"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CLASSIFIER, _ANSWERS = "Qwen3ForSequenceClassification", ["yes", "no"]
+"""Labels of a reranker are those of rows of its output projection."""
+_log = logging.getLogger(__name__)
 _known: dict[tuple[Any, ...], TemporaryFolder] = {}
 
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-_PATTERNS = ("qwen2", "qwen35")
-"""Names of word patterns. The family's own is used: files of older converters confuse both."""
+_PATTERNS = ("qwen2", "qwen35", "deepseek-r1-qwen")
+"""Names of word patterns. The family's own is used: files of older converters confuse the first
+two, and libllama takes the last for the first."""
+_LOOKS_ADDED = re.compile(r"<[^<>\s]+>")
+_LOOKS_SPECIAL = re.compile(r"<[|｜].+[|｜]>")
 _PLAIN = frozenset(
     f"<|{name}|>"
     for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
@@ -52,7 +67,7 @@ def folder_of(files: ModelFiles) -> Path:
         CheckpointError: a file is damaged, incomplete or of an unsupported kind.
     """
     states = [(str(file.resolve()), file.stat().st_mtime_ns) for file in files.every]
-    key = (len(files.parts), *states)
+    key = (len(files.parts), files.blind, *states)
     if key not in _known:
         contents = _Model(files).contents()
         folder = TemporaryFolder(_PREFIX)
@@ -72,11 +87,12 @@ def gguf_files(folder: Path) -> ModelFiles | None:
     try:
         content = json.loads((folder / POINTER).read_text(encoding="utf-8"))
         parts, tower = tuple(map(Path, content["parts"])), content["tower"]
+        blind = bool(content.get("blind"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{POINTER} cannot be read") from error
-    files = ModelFiles(parts, Path(tower) if tower else None)
+    files = ModelFiles(parts, Path(tower) if tower else None, blind)
     for file in files.every:
         if not file.is_file():
             raise CheckpointError(f"{POINTER} names {file.name}, which is missing")
@@ -99,27 +115,39 @@ class _Model:
         check_parts(self._parts)
         first = self._parts[0]
         self._metadata = Metadata(first.metadata, first.path.name)
-        _, self._kind = architecture_of(self._metadata)
+        name, self._kind = architecture_of(self._metadata)
         every: Tensors = {}
         for part in self._parts:
             every |= part.tensors
         self._text = text_config(self._metadata, every)
-        self._every = every
-        self._tower = None if files.tower is None else GgufFile(files.tower)
+        self._every, head = every, every.get("cls.output.weight")
+        tokens = self._metadata.texts("tokenizer.ggml.tokens")
+        key = f"{name}.classifier.output_labels"
+        labels = self._metadata.texts(key) if key in self._metadata else _ANSWERS
+        self._labels = [] if head is None else labels
+        known = head is not None and head.shape[0] == 2 and labels == _ANSWERS
+        self._answers = tuple(map(tokens.index, labels)) if known and {*labels} <= {*tokens} else ()
         self._vision: dict[str, Any] | None = None
-        if self._tower is not None:
-            self._vision = self._vision_of(self._tower)
+        self._tower_files: list[GgufFile] = []
+        if files.tower is not None:
+            self._tower_files = [GgufFile(files.tower)]
+            values, sources = self._tower_files[0].metadata, dict[str, list[str]]()
+            self._tower_tensors, file = self._tower_files[0].tensors, files.tower.name
+        elif not files.blind and any(tensor.startswith(TOWER) for tensor in every):
+            self._tower_files, file = self._parts, first.path.name
+            values, self._tower_tensors, sources = inner_tower(first.metadata, every, name, file)
+        if self._tower_files:
+            self._tower_metadata, self._sources = Metadata(values, file), sources
+            self._vision = self._vision_of(self._tower_metadata)
 
-    def _vision_of(self, tower: GgufFile) -> dict[str, Any]:
+    def _vision_of(self, tower: Metadata) -> dict[str, Any]:
         name = self._metadata.name
         if not self._kind.sees:
-            raise CheckpointError(f"{name} is a model of text, {tower.path.name} has no use")
-        config = vision_config(
-            Metadata(tower.metadata, tower.path.name), tower.tensors, self._kind.kind
-        )
+            raise CheckpointError(f"{name} is a model of text, {tower.name} has no use")
+        config = vision_config(tower, self._tower_tensors, self._kind.kind)
         if config["out_hidden_size"] != self._text["hidden_size"]:
             raise CheckpointError(
-                f"{tower.path.name} is no vision tower of {name}: its embeddings have "
+                f"{tower.name} is no vision tower of {name}: its embeddings have "
                 f"{config['out_hidden_size']} numbers, the model's {self._text['hidden_size']}"
             )
         return config
@@ -128,12 +156,19 @@ class _Model:
         prefix = "model." if self._vision is None else "model.language_model."
         names = TextNames(self._kind, self._text, prefix, self._metadata.name)
         recipes = [(part, names.recipes(part.tensors)) for part in self._parts]
-        if self._tower is not None and self._vision is not None:
+        for _, found in recipes:
+            if self._answers and (head := found.pop("score.weight", None)):
+                shape = self._text["vocab_size"], self._text["hidden_size"]
+                found["lm_head.weight"] = TensorRecipe(head.source, shape, labels=self._answers)
+        if self._vision is not None:
             features = self._vision["deepstack_visual_indexes"]
-            tower_recipes = vision_tensors(
-                self._tower.tensors, features, "model.visual.", self._tower.path.name
+            tower = vision_tensors(
+                self._tower_tensors, features, "model.visual.", self._tower_metadata.name
             )
-            recipes.append((self._tower, tower_recipes))
+            named = {name: with_sources(recipe, self._sources) for name, recipe in tower.items()}
+            for file in self._tower_files:
+                here = ((name, own) for name, own in named.items() if own.source in file.tensors)
+                recipes.append((file, dict(here)))
         return recipes
 
     def tensors(self) -> GgufTensors:
@@ -146,10 +181,9 @@ class _Model:
         files["config.json"] = json.dumps(self._config())
         parts = [str(part.absolute()) for part in self._files.parts]
         tower = None if self._files.tower is None else str(self._files.tower.absolute())
-        files[POINTER] = json.dumps({"parts": parts, "tower": tower})
-        if self._tower is not None and self._vision is not None:
-            metadata = Metadata(self._tower.metadata, self._tower.path.name)
-            for name, content in processors(metadata, self._vision).items():
+        files[POINTER] = json.dumps({"parts": parts, "tower": tower, "blind": self._files.blind})
+        if self._vision is not None:
+            for name, content in processors(self._tower_metadata, self._vision).items():
                 files[name] = json.dumps(content)
         return files
 
@@ -165,6 +199,8 @@ class _Model:
                 "tie_word_embeddings": text["tie_word_embeddings"],
             }
         config["dtype"] = dtype
+        if self._labels and not self._answers:
+            config |= {"architectures": [_CLASSIFIER], "id2label": dict(enumerate(self._labels))}
         types: dict[str, list[str]] = defaultdict(list)
         for file, recipes in self._recipes():
             for name, kind in types_of(file, recipes).items():
@@ -205,6 +241,8 @@ def _tokenizer_files(metadata: Metadata, vocab_size: int) -> dict[str, str]:
         raise CheckpointError(
             f"{metadata.name} has {len(tokens)} tokens, but types of {len(types)}"
         )
+    pairs = metadata.texts("tokenizer.ggml.merges")
+    types = _types_by_form(metadata, tokens, types, {pair.replace(" ", "") for pair in pairs})
     vocabulary = _vocabulary(metadata, tokens, types)
     files = {
         "tokenizer.json": _backend(vocabulary, _merges(metadata, vocabulary), tokens, types),
@@ -213,7 +251,25 @@ def _tokenizer_files(metadata: Metadata, vocab_size: int) -> dict[str, str]:
     }
     if "tokenizer.chat_template" in metadata:
         files["chat_template.jinja"] = metadata.text("tokenizer.chat_template")
+    else:
+        _log.warning(
+            "%s holds no chat template: chats need one, named with --chat-template", metadata.name
+        )
     return files
+
+
+def _types_by_form(
+    metadata: Metadata, tokens: list[str], types: list[int], merged: Collection[str]
+) -> list[int]:
+    """Return the types of tokens. A plain one like `<this>` that no merge makes was an added one:
+    typed as plain, no text would ever have it."""
+    kinds = list(types)
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == _NORMAL and token not in merged and _LOOKS_ADDED.fullmatch(token):
+            kinds[index] = _CONTROL if _LOOKS_SPECIAL.fullmatch(token) else _USER_DEFINED
+    if kinds != types:
+        _log.warning("special tokens of %s are typed as plain text there", metadata.name)
+    return kinds
 
 
 def _vocabulary(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, int]:
@@ -293,11 +349,11 @@ def _named(metadata: Metadata, kind: str, tokens: list[str]) -> str | None:
 
 
 def _names(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
-    """Return the names of special tokens. A first token that is never added is no first token."""
-    begins = metadata.flag("tokenizer.ggml.add_bos_token", default=False)
+    """Return the names of special tokens. A template may write the first one, though by itself it
+    is never added."""
     return {
         "add_prefix_space": False,
-        "bos_token": _named(metadata, "bos", tokens) if begins else None,
+        "bos_token": _named(metadata, "bos", tokens),
         "eos_token": _named(metadata, "eos", tokens),
         "pad_token": _named(metadata, "padding", tokens),
     }

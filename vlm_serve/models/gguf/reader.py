@@ -78,31 +78,31 @@ SUPPORTED = {
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
     20: BlockType("IQ4_NL", 32, 18),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
     23: BlockType("IQ4_XS", 256, 136),
+    29: BlockType("IQ1_M", 256, 56),
     30: BF16,
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
     39: BlockType("MXFP4", 32, 17),
+    40: BlockType("NVFP4", 64, 36),
 }
 """By their numbers in files."""
 BY_NAME = {kind.name: kind for kind in SUPPORTED.values()}
 UNSUPPORTED = {
     9: "Q8_1",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
     41: "Q1_0",
     42: "Q2_0",
 }
@@ -423,13 +423,6 @@ class Metadata:
         if not isinstance(value, np.ndarray):
             raise self._wrong(key, "an array of numbers", value)
         return list(value.tolist())
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        """Return a flag."""
-        value = self._values.get(self._prefix + key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
 
     def expect(self, key: str, *known: Value) -> None:
         """Refuse a value outside of the supported ones, if the key is there."""

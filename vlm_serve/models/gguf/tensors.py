@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 22
 """Values of blocks that become numbers at a time."""
 
 Indices = Callable[[], torch.Tensor]
-Change = Literal["", "less one", "decay", "frames"]
+Change = Literal["", "less one", "decay", "frames", "rows"]
 
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
@@ -27,8 +27,9 @@ _WHOLE = {
     "token_embd.weight": "{}embed_tokens.weight",
     "output_norm.weight": "{}norm.weight",
     "output.weight": "lm_head.weight",
+    "cls.output.weight": "score.weight",
 }
-_LAYER = {
+LAYER = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -48,7 +49,12 @@ _LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ssm_norm": "linear_attn.norm",
 }
-_EXPERTS = {
+TOWER = ("v.", "mm.")
+"""Beginnings of a vision tower's names, which may lie in the model's own file; see `vision`."""
+_DRAFT = "mtp."  # Ollama's older draft layers are left out.
+_FACTORS = (".scale", ".input_scale")
+"""Ends of names beside NVFP4: a factor of a weight or of each expert, and those of activations."""
+EXPERTS = {
     "ffn_gate_exps": ("gate_proj",),
     "ffn_up_exps": ("up_proj",),
     "ffn_down_exps": ("down_proj",),
@@ -74,7 +80,9 @@ class TensorRecipe:
         index: in the file's first dimension, of a tensor that stacks experts.
         rows, columns: returns those to take, in their order; None: all.
         change: of the numbers. "less one": the file adds 1 to centred norms. "decay": it holds the
-            negated exponential. "frames": `second` is the kernel of the second frame.
+            negated exponential. "frames": `others` is the kernel of the second frame. "rows": those
+            of `others` follow.
+        labels: rows that the file has; the others are zero.
     """
 
     source: str
@@ -83,12 +91,18 @@ class TensorRecipe:
     rows: Indices | None = None
     columns: Indices | None = None
     change: Change = ""
-    second: str = ""
+    others: tuple[str, ...] = ()
+    labels: tuple[int, ...] = ()
 
 
 def blocks_of(weight: str, kind: BlockType) -> str:
     """Return the name of a weight's blocks."""
     return f"{weight}_{kind.name}"
+
+
+def factor_of(weight: str) -> str:
+    """Return the name of the factor of a weight in blocks, if it has one."""
+    return f"{weight}_factor"
 
 
 def columns_of(weight: str) -> str:
@@ -113,13 +127,15 @@ class GgufTensors:
         self._recipes: dict[str, tuple[GgufFile, TensorRecipe]] = {}
         self._coded: dict[str, str] = {}
         self._columns: dict[str, str] = {}
+        self._files: dict[str, GgufFile] = {}
         self.nbytes = 0
         for file, tensors in parts:
-            self.nbytes += file.nbytes
+            self._files |= dict.fromkeys(file.tensors, file)
+            self.nbytes = sum(each.nbytes for each in set(self._files.values()))
             for name, recipe in tensors.items():
                 self._recipes[name] = file, recipe
                 kind = file.tensors[recipe.source].type
-                if kind.quantised:
+                if kind.quantised and not recipe.labels:
                     self._coded[blocks_of(name, kind)] = name
                     if recipe.columns is not None:
                         self._columns[columns_of(name)] = name
@@ -148,14 +164,15 @@ class GgufTensors:
             file, recipe = self._recipes[self._coded[name]]
             return _chosen(file.blocks(recipe.source), recipe)
         file, recipe = self._recipes[name]
-        return _changed(file, recipe)
+        return _changed(file, recipe, [self._files[name].numbers(name) for name in recipe.others])
 
 
 def types_of(file: GgufFile, tensors: Mapping[str, TensorRecipe]) -> dict[str, BlockType]:
     """Return the types of the weights in blocks."""
-    kinds = {name: file.tensors[recipe.source].type for name, recipe in tensors.items()}
+    coded = {name: recipe.source for name, recipe in tensors.items() if not recipe.labels}
+    kinds = {name: file.tensors[source].type for name, source in coded.items()}
     for name, kind in kinds.items():
-        if kind.quantised and len(tensors[name].shape) != 2:
+        if kind.quantised and (len(tensors[name].shape) != 2 or tensors[name].others):
             raise CheckpointError(
                 f"{tensors[name].source} in {file.path.name} has the type {kind.name}, which is "
                 "not supported for it"
@@ -170,7 +187,7 @@ def _chosen(whole: torch.Tensor, recipe: TensorRecipe) -> torch.Tensor:
     return whole if recipe.rows is None else whole[recipe.rows()]
 
 
-def _changed(file: GgufFile, recipe: TensorRecipe) -> torch.Tensor:
+def _changed(file: GgufFile, recipe: TensorRecipe, others: list[torch.Tensor]) -> torch.Tensor:
     kind = file.tensors[recipe.source].type
     if kind.quantised:
         values = _values(_chosen(file.blocks(recipe.source), recipe), kind)
@@ -183,7 +200,12 @@ def _changed(file: GgufFile, recipe: TensorRecipe) -> torch.Tensor:
     elif recipe.change == "decay":
         values = values.float().neg().log()
     elif recipe.change == "frames":
-        values = torch.stack([values, file.numbers(recipe.second)], 2)
+        values = torch.stack([values, *others], 2)
+    elif recipe.change == "rows":
+        values = torch.cat([values, *others])
+    if recipe.labels:
+        labels = torch.tensor(recipe.labels)
+        return torch.zeros(recipe.shape).index_copy_(0, labels, values.float())
     return values.reshape(recipe.shape)
 
 
@@ -223,8 +245,17 @@ class TextNames:
         """
         recipes: dict[str, TensorRecipe] = {}
         for name, entry in tensors.items():
+            if name.startswith((*TOWER, _DRAFT)) or name.endswith(_FACTORS):
+                continue
+            scale = f"{name.removesuffix('weight')}scale"
             for target, recipe in self._of(name, entry.shape):
                 recipes[target] = recipe
+                if scale in tensors:
+                    at = recipe.index or 0
+                    self._check(
+                        scale, (*tensors[scale].shape, -1), 0, max(entry.shape[:-2], default=1)
+                    )
+                    recipes[factor_of(target)] = TensorRecipe(scale, (1,), rows=_span(at, 1))
         return recipes
 
     def _of(self, name: str, shape: tuple[int, ...]) -> Iterator[Item]:
@@ -255,13 +286,13 @@ class TextNames:
     def _of_layer(
         self, name: str, layer: str, base: str, end: str, shape: tuple[int, ...]
     ) -> Iterator[Item]:
-        if base in _LAYER:
+        if base in LAYER:
             recipe = self._plain(name, shape)
             if base == "ffn_gate_inp_shexp" and len(shape) == 1:
                 recipe = TensorRecipe(name, (1, *shape))
-            yield f"{layer}{_LAYER[base]}.{end}", recipe
-        elif base in _EXPERTS and len(shape) == 3:
-            yield from self._experts(name, layer, _EXPERTS[base], shape)
+            yield f"{layer}{LAYER[base]}.{end}", recipe
+        elif base in EXPERTS and len(shape) == 3:
+            yield from self._experts(name, layer, EXPERTS[base], shape)
         elif base == "attn_qkv" and self._attends(layer):
             yield from self._fused(name, layer, end, shape)
         elif self._kind.state:

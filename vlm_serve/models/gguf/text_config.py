@@ -149,7 +149,7 @@ def text_config(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
         "rms_norm_eps": section.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(section, name, head_dim),
         "attention_bias": any(tensor.endswith("attn_output.bias") for tensor in tensors),
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "tie_word_embeddings": not tensors.keys() & {"output.weight", "cls.output.weight"},
     }
     for wanted, part in ((kind.state, _state), (kind.experts, _experts)):
         if wanted:
@@ -235,12 +235,12 @@ def _rope(section: Metadata, name: str, head_dim: int) -> dict[str, Any]:
 
 
 def _yarn(section: Metadata) -> dict[str, Any]:
-    """Return YaRN's fields; those that are absent are left to their defaults."""
+    """Return YaRN's fields; those that are absent are left to their defaults. yarn_attn_factor has
+    no effect in libllama, which computes it from the factor."""
     yarn: dict[str, Any] = {"rope_type": "yarn"}
     readers: dict[str, tuple[str, Callable[[str], Any]]] = {
         "factor": ("factor", section.number),
         "original_max_position_embeddings": ("original_context_length", section.size),
-        "attention_factor": ("yarn_attn_factor", section.number),
         "beta_fast": ("yarn_beta_fast", section.number),
         "beta_slow": ("yarn_beta_slow", section.number),
     }

@@ -8,12 +8,15 @@ Qwen3-VL and Qwen3.5.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.reader import Metadata
-from vlm_serve.models.gguf.tensors import TensorRecipe
+from vlm_serve.models.gguf.reader import Metadata, Value
+from vlm_serve.models.gguf.tensors import TOWER, TensorRecipe
 from vlm_serve.models.gguf.text_config import Tensors, check_layers, check_sizes
 
 PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
@@ -41,6 +44,30 @@ _LAYER = {
     "ffn_up": "mlp.linear_fc1",
     "ffn_down": "mlp.linear_fc2",
 }
+_NAMES = {
+    ".patch_embed.": ".patch_embd.",
+    ".pos_embed.": ".position_embd.",
+    ".norm1.": ".ln1.",
+    ".norm2.": ".ln2.",
+    ".mlp.linear_fc1.": ".ffn_up.",
+    ".mlp.linear_fc2.": ".ffn_down.",
+    "v.merger.norm.": "v.post_ln.",
+    "v.merger.linear_fc1.": "mm.0.",
+    "v.merger.linear_fc2.": "mm.2.",
+    ".linear_fc": ".fc",
+}
+"""Parts of names in a model's own file, and in an mmproj."""
+_INNER = re.compile("|".join(map(re.escape, _NAMES)))
+_INNER_FEATURES = re.compile(r"v\.deepstack_merger\.(\d{1,6})\.")
+_INNER_PATCHES = "v.patch_embed.weight"  # [out * in, frames, side, side]
+_THIRD = re.compile(r"(v\.blk\.\d{1,6}\.attn_)[qkv](\.\w+)")
+_KEYS = {
+    "projection_dim": "mm.2.bias",
+    "feed_forward_length": "v.blk.0.ffn_up.bias",
+    "image_min_pixels": "clip.vision.shortest_edge",
+    "image_max_pixels": "clip.vision.longest_edge",
+}
+"""Keys of an mmproj, and the tensors or keys of the model's own file that say the same."""
 _FEATURES = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 
 
@@ -180,9 +207,63 @@ def vision_tensors(
         raise CheckpointError(f"{PATCHES[1]} in {file} has the shape {list(second)}")
     shape = (first[0], first[1], len(PATCHES), *first[2:])
     recipes[f"{prefix}patch_embed.proj.weight"] = TensorRecipe(
-        PATCHES[0], shape, change="frames", second=PATCHES[1]
+        PATCHES[0], shape, change="frames", others=(PATCHES[1],)
     )
     return recipes
+
+
+def inner_tower(
+    values: Mapping[str, Value], tensors: Tensors, name: str, file: str
+) -> tuple[dict[str, Value], Tensors, dict[str, list[str]]]:
+    """Return a tower in the model's own file, as Ollama writes it, in the form of an mmproj: its
+    metadata, its tensors, and the names of those in the file that make up each of them.
+
+    Args:
+        values, tensors: of the model, or of all its parts.
+        name: of the architecture.
+        file: for messages.
+    """
+    own = Metadata(values, file, f"{name}.vision.")
+    features = own.numbers("deepstack_visual_indexes") or []
+    renamed: Tensors = {}
+    sources: dict[str, list[str]] = {}
+    for source, entry in tensors.items():
+        target = _INNER.sub(lambda part: _NAMES[part[0]], source)
+        shape, every = entry.shape, [source]
+        if match := _INNER_FEATURES.match(target):
+            place = dict(enumerate(features)).get(int(match[1]), match[1])
+            target = f"v.deepstack.{place}.{target[match.end() :]}"
+        match = _THIRD.fullmatch(target)
+        thirds = [f"{match[1]}{third}{match[2]}" for third in "qkv"] if match else []
+        if match and all(third in tensors for third in thirds):
+            every = thirds
+            target, shape = f"{match[1]}qkv{match[2]}", (3 * shape[0], *shape[1:])
+        if source == _INNER_PATCHES and len(shape) == 4:
+            channels = own.size("num_channels", 3)
+            shape = (shape[0] // channels, channels, *shape[2:])
+            renamed[PATCHES[1]] = replace(entry, shape=shape)
+        if target.startswith(TOWER):
+            renamed[target], sources[target] = replace(entry, shape=shape), every
+    kept = {key.replace(f"{name}.vision.", "clip.vision."): value for key, value in values.items()}
+    for key, other in _KEYS.items():
+        if other in renamed or other in kept:
+            value = renamed[other].shape[0] if other in renamed else kept[other]
+            kept.setdefault(f"clip.vision.{key}", value)
+    layers = range(min(own.size("block_count"), len(tensors)))
+    kept["clip.vision.is_deepstack_layers"] = np.isin(layers, features)
+    kept |= {"general.architecture": "clip", "clip.projector_type": "qwen3vl_merger"}
+    return kept, renamed, sources
+
+
+def with_sources(recipe: TensorRecipe, sources: Mapping[str, list[str]]) -> TensorRecipe:
+    """Return a recipe by the names of a file, see `inner_tower`."""
+    first, *others = sources.get(recipe.source, [recipe.source])
+    if first == _INNER_PATCHES:
+        return TensorRecipe(first, recipe.shape)
+    if others:
+        return TensorRecipe(first, recipe.shape, change="rows", others=tuple(others))
+    named = (sources.get(other, [other])[0] for other in recipe.others)
+    return replace(recipe, source=first, others=tuple(named))
 
 
 def _of_layer(name: str, features: Sequence[int]) -> str | None:

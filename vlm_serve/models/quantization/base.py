@@ -122,6 +122,10 @@ class Format(ABC):
         """Return the format in which torch and Triton multiply; None: as plain numbers."""
         return self
 
+    def in_one_piece(self) -> Format | None:
+        """Return the format of experts that lie in one piece, as Triton multiplies by them."""
+        return self.without_compiler()
+
 
 @dataclass(frozen=True, slots=True)
 class OnLoad:

@@ -6,19 +6,23 @@ one holds that order. It moves whole groups of values with one scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part
-from vlm_serve.kernels.linear.codes import IntegerCodes, Outer
+from vlm_serve.kernels.linear.codes import IQ4_VALUES, IntegerCodes
+from vlm_serve.kernels.linear.packed_codes import MAX_GROUP
 from vlm_serve.models.config import mismatch
-from vlm_serve.models.gguf.blocks import Decoded, decode
+from vlm_serve.models.gguf.blocks import decode
+from vlm_serve.models.gguf.decoded import finite
 from vlm_serve.models.gguf.reader import BY_NAME, BlockType
-from vlm_serve.models.gguf.tensors import blocks_of, columns_of
+from vlm_serve.models.gguf.tensors import blocks_of, columns_of, factor_of
 from vlm_serve.models.quantization.base import (
     PIECE_BYTES,
     Format,
@@ -30,44 +34,16 @@ from vlm_serve.models.quantization.base import (
 from vlm_serve.models.quantization.fields import Rule, plain_name
 
 
-class _Memory(NamedTuple):
-    """Of a type in memory: bits of a code, values in a group, and bytes of a group's scale and
-    minimum, of the numbers above them in a block, and of a row's factor."""
-
-    bits: int
-    group: int
-    per_group: int
-    per_block: int = 0
-    per_row: int = 0
-
-    @property
-    def floored(self) -> bool:
-        """Return True if groups have minima."""
-        return self.per_block == 4
-
-
-_MEMORY = {
-    "Q8_0": _Memory(8, 32, 2),
-    "Q5_0": _Memory(6, 32, 2),
-    "Q4_0": _Memory(4, 32, 2),
-    "IQ4_NL": _Memory(8, 32, 2),
-    "MXFP4": _Memory(4, 32, 1, per_row=4),
-    "Q5_1": _Memory(6, 32, 2, 4),
-    "Q4_1": _Memory(4, 32, 2, 4),
-    "Q6_K": _Memory(6, 16, 1, 2),
-    "Q5_K": _Memory(6, 32, 2, 4),
-    "Q4_K": _Memory(4, 32, 2, 4),
-    "Q3_K": _Memory(4, 16, 1, 2),
-    "Q2_K": _Memory(4, 16, 2, 4),
-    "IQ4_XS": _Memory(8, 32, 1, 2),
-}
-_KEPT_BITS = {2: 4, 5: 6}
-"""Bits of codes of other widths in memory."""
+@cache
+def _one_block(kind: BlockType) -> IntegerCodes:
+    """Return the codes of a block, which have the form of all of its type."""
+    return decode(kind, torch.zeros(1, kind.nbytes, dtype=torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks(Format):
-    """Weights of one type of blocks. `flat`: with one level of scales, float32."""
+    """Weights of one type of blocks. `flat`: with one level of scales, float32 where the file has
+    two, and codes of eight bits in place of a table's."""
 
     type: BlockType
     flat: bool = False
@@ -87,34 +63,53 @@ class Blocks(Format):
             raise CheckpointError(mismatch(names.weight, actual, (rows, depth)))
         order = columns_of(names.weight)
         columns = tensors.stored(order) if order in tensors else None
-        return OpenedBlocks(self.type, tensors.stored(self.mark(names)), columns, names.weight)
+        name = factor_of(names.weight)
+        factor = float(tensors.stored(name)) if name in tensors else 1.0
+        if not math.isfinite(factor) or (factor != 1 and not _one_block(self.type).float4):
+            raise CheckpointError(
+                f"{names.weight} of type {self.type.name} has a factor of {factor}"
+            )
+        blocks = tensors.stored(self.mark(names))
+        return OpenedBlocks(self.type, blocks, columns, names.weight, factor)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        kept = _MEMORY[self.type.name]
-        scales = depth // kept.group * (4 if self.flat else kept.per_group)
-        if not self.flat:
-            scales += -(-depth // self.type.values) * kept.per_block
-        return columns * (depth * kept.bits // 8 + scales + kept.per_row)
+        codes = _one_block(self.type)
+        if self.flat:
+            codes = codes.wide().flat()
+        group, blocks = min(codes.group, MAX_GROUP), -(-depth // self.type.values)
+        per_group = codes.scales.itemsize + (codes.zeros is not None)
+        per_block = 0 if codes.outer is None else 2 + 2 * codes.floored
+        per_row = 4 * (codes.factors is not None)
+        scales = depth // group * per_group + blocks * per_block + per_row
+        return columns * (depth * codes.bits // 8 + scales)
 
     def without_compiler(self) -> Blocks | None:
-        kept = _MEMORY[self.type.name]
-        return None if kept.floored else Blocks(self.type, flat=kept.per_block > 0)
+        codes = _one_block(self.type)
+        if codes.table not in (None, IQ4_VALUES):
+            return self
+        return None if codes.floored else Blocks(self.type, flat=True)
+
+    def in_one_piece(self) -> Blocks | None:
+        return None if _one_block(self.type).floored else Blocks(self.type, flat=True)
 
 
+@dataclass(frozen=True, slots=True)
 class OpenedBlocks(Opened):
     """The blocks of a weight.
 
-    Args:
+    Attributes:
         kind: their type.
         blocks: uint8 `[N, bytes of a row]`.
         order: int64 `[K]`, the place of every column; None: all are in their place.
         weight: its name, for messages.
+        factor: of all values.
     """
 
-    def __init__(
-        self, kind: BlockType, blocks: torch.Tensor, order: torch.Tensor | None, weight: str
-    ) -> None:
-        self._kind, self._blocks, self._order, self._weight = kind, blocks, order, weight
+    kind: BlockType
+    blocks: torch.Tensor
+    order: torch.Tensor | None
+    weight: str
+    factor: float
 
     @property
     def piece_bytes(self) -> int:
@@ -122,39 +117,27 @@ class OpenedBlocks(Opened):
         return PIECE_BYTES // 4
 
     def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
-        blocks = self._blocks[rows.start : rows.stop]
-        if self._order is None:
+        blocks = self.blocks[rows.start : rows.stop]
+        if self.order is None:
             codes = self._codes(blocks, columns)
         else:
             codes = self._codes(
-                blocks, range(blocks.shape[1] // self._kind.nbytes * self._kind.values)
+                blocks, range(blocks.shape[1] // self.kind.nbytes * self.kind.values)
             )
-            codes = codes.of_columns(self._order).of_columns(columns)
+            codes = codes.of_columns(self.order).of_columns(columns)
         return codes
 
     def _codes(self, rows: torch.Tensor, columns: range) -> IntegerCodes:
         """Return the codes of some columns, from the blocks around them."""
-        values, nbytes = self._kind.values, self._kind.nbytes
+        values, nbytes = self.kind.values, self.kind.nbytes
         first, last = columns.start // values, -(-columns.stop // values)
-        decoded = decode(self._kind, rows[:, first * nbytes : last * nbytes])
-        if not decoded.finite:
-            raise CheckpointError(f"{self._weight} holds scales that are NaN or infinite")
+        decoded = decode(self.kind, rows[:, first * nbytes : last * nbytes])
+        if not finite(decoded):
+            raise CheckpointError(f"{self.weight} holds scales that are NaN or infinite")
+        if decoded.factors is not None:
+            decoded.factors.mul_(self.factor)
         start = columns.start - first * values
-        return _integers(decoded).of_columns(range(start, start + len(columns)))
-
-
-def _integers(decoded: Decoded) -> IntegerCodes:
-    bits = _KEPT_BITS.get(decoded.bits, decoded.bits)
-    if decoded.inner is None:
-        factors = torch.full((len(decoded.codes),), 0.5) if decoded.float4 else None
-        return IntegerCodes(
-            decoded.codes, decoded.outer, None, bits, decoded.group, factors, float4=decoded.float4
-        )
-    zeros = None if decoded.floors is None else decoded.floors.to(torch.uint8)
-    size = decoded.codes.shape[1] // decoded.outer.shape[1]
-    outer = Outer(decoded.outer, decoded.floor, size)
-    scales = decoded.inner.to(torch.int8)
-    return IntegerCodes(decoded.codes, scales, zeros, bits, decoded.group, outer=outer)
+        return decoded.of_columns(range(start, start + len(columns)))
 
 
 def type_rules(weights_by_type: Mapping[str, Any]) -> tuple[Rule, ...]:

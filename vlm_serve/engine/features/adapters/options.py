@@ -19,7 +19,7 @@ class LoRA:
 
     Attributes:
         name: under which requests ask for it.
-        path: folder in PEFT's form, or a hub id.
+        path: folder in PEFT's form, a GGUF file, or a hub id.
     """
 
     name: str

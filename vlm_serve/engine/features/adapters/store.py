@@ -95,9 +95,12 @@ class AdapterStore:
                 above the limit.
         """
         self._check_free(wanted.name, taken)
-        opened = None if below is None else files_below(below, Path(wanted.path), FILES)
-        with opened or nullcontext(wanted.path) as path:
-            adapter = self._read(path)
+        source = Path(wanted.path)
+        name = source.name if source.is_file() else ""
+        folder = source.parent if name else source
+        opened = None if below is None else files_below(below, folder, [name] if name else FILES)
+        with opened or nullcontext(folder) as path:
+            adapter = self._read(path / name)
         with self._changed:
             self._check_free(wanted.name, taken)
             known = self.with_digest(adapter.digest)
