@@ -1,13 +1,15 @@
 // The view "Chat": the list of conversations, the one that is open, and the composer.
 
-import { iconButton } from "../shared/controls.js";
-import { h } from "../shared/dom.js";
+import { served } from "../shared/api.js";
+import { button, iconButton } from "../shared/controls.js";
+import { h, replace } from "../shared/dom.js";
 import { Value } from "../shared/value.js";
 import { attach, Composer } from "./composer.js";
 import {
   branch,
   endWhatWasRunning,
   everyTurn,
+  mayGoOn,
   mediaOf,
   newAnswer,
   newConversation,
@@ -17,7 +19,7 @@ import {
 } from "./conversation.js";
 import { readFile, saveAsFile } from "./exchange.js";
 import { forget, keepFor, mediumOf } from "./library.js";
-import { askForOptions } from "./options.js";
+import { askForOptions, defaultOptions, keepDefaults, modelOf, select } from "./options.js";
 import { ask, copyAsCurl } from "./request.js";
 import { Sidebar } from "./sidebar.js";
 import { conversations, isLasting } from "./store.js";
@@ -41,6 +43,7 @@ export class ChatView {
       remove: (conversation) => this.#remove(conversation),
       rename: (conversation, title) => this.#rename(conversation, title),
       read: (file) => this.#import(file),
+      setDefaults: () => this.#setDefaults(),
     });
     this.composer = new Composer({
       send: (text, media) => this.#send(text, media),
@@ -52,6 +55,7 @@ export class ChatView {
     const actions = {
       retry: (turn) => this.#retry(turn),
       edit: (turn) => this.#edit(turn),
+      goOn: (turn) => this.#goOn(turn),
       giveResults: (turn, results) => this.#ask(newTurn("", [], results)),
       showVersion: (turn, number) => this.#showVersion(turn, number),
     };
@@ -60,6 +64,9 @@ export class ChatView {
       welcome((question, files) => this.#tryExample(question, files)),
     );
     this.title = h("h1");
+    /** What answers the conversation: a name, or a choice where the server has several. */
+    this.model = h("div.model");
+    served.subscribe(({ names }) => this.#showNames(names));
     const main = h(
       "main.conversation",
       { tabindex: "-1" },
@@ -77,12 +84,13 @@ export class ChatView {
     const list = () => this.view.classList.toggle("with-sidebar");
     const copy = async () => this.composer.say(await copyAsCurl(this.current.get()));
     const save = () => saveAsFile(this.current.get());
+    const curl = "Copy as a curl command";
     return h(
       "header.conversation-bar",
       iconButton("Conversations", "menu", list, { class: "bare menu" }),
       this.title,
       iconButton("Options", "options", () => this.#options()),
-      iconButton("Copy as a curl command", "copy", copy),
+      button("curl", "terminal", copy, { class: "bare", "aria-label": curl, title: curl }),
       iconButton("Export as JSON", "save", save),
     );
   }
@@ -104,8 +112,21 @@ export class ChatView {
     this.#list.forEach(endWhatWasRunning);
   }
 
+  /** Begins a conversation with the model of the one that is open. */
   begin() {
-    this.#open(newConversation());
+    this.#open({ ...newConversation(), model: this.current.get().model });
+  }
+
+  #showNames(names) {
+    const change = ({ target }) => this.#change(this.current.get(), { model: target.value });
+    const facts = { "aria-label": "Model", on: { change } };
+    replace(this.model, names.length > 1 ? select(names, "", "", facts) : names);
+    this.#showModel();
+  }
+
+  #showModel() {
+    const choice = this.model.querySelector("select");
+    if (choice) choice.value = modelOf(this.current.get()) || choice.options[0].value;
   }
 
   /** Leads to the search. */
@@ -140,6 +161,7 @@ export class ChatView {
   #showAround() {
     const conversation = this.current.get();
     this.title.textContent = titleOf(conversation);
+    this.#showModel();
     const busy = this.#isBusy();
     this.composer.setBusy(busy);
     this.composer.offer(busy ? [] : followUps(conversation));
@@ -180,11 +202,11 @@ export class ChatView {
     this.#answer(turn);
   }
 
-  /** Asks again. An answer that came is kept as another version; an error is not. */
+  /** Asks again. An answer that came is kept as another version; an error alone is not. */
   #retry(turn) {
     if (this.#isBusy()) return;
     const conversation = this.current.get();
-    if (turn.answer.error && turn === conversation.turns.at(-1)) {
+    if (turn.answer.error && !mayGoOn(turn.answer) && turn === conversation.turns.at(-1)) {
       conversation.turns.pop();
       turn.answer = newAnswer();
     } else {
@@ -192,6 +214,15 @@ export class ChatView {
       turn = newTurn(turn.text, turn.media, turn.results);
     }
     this.#ask(turn);
+  }
+
+  /** Lets the last answer go on where it has ended. */
+  #goOn(turn) {
+    const last = this.current.get().turns.at(-1) === turn;
+    if (this.#isBusy() || !last || !mayGoOn(turn.answer)) return;
+    Object.assign(turn.answer, { finish: null, error: null });
+    this.thread.update(turn);
+    this.#answer(turn);
   }
 
   #edit(turn) {
@@ -292,9 +323,18 @@ export class ChatView {
 
   async #options() {
     const conversation = this.current.get();
-    const changed = await askForOptions(conversation);
-    if (changed === null) return;
-    Object.assign(conversation, changed);
+    const title = "Options of this conversation";
+    const options = await askForOptions(title, conversation.options, defaultOptions());
+    if (options !== null) await this.#change(conversation, { options });
+  }
+
+  async #setDefaults() {
+    const options = await askForOptions("Defaults of all conversations", defaultOptions());
+    if (options !== null) keepDefaults(options);
+  }
+
+  async #change(conversation, facts) {
+    Object.assign(conversation, facts);
     if (conversation.turns.length) await this.#keep(conversation);
   }
 }

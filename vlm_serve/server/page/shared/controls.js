@@ -30,6 +30,9 @@ const PATHS = {
   back: "M12 5l-5 5 5 5",
   forth: "M8 5l5 5-5 5",
   play: "M7 5l8 5-8 5z",
+  code: "M7 5.500 2.500 10 7 14.500M13 5.500l4.500 4.500-4.500 4.500",
+  tex: "M14.500 6.500V4h-9l5 6-5 6h9v-2.500",
+  terminal: "M2.500 4h15v12h-15zM5.500 7.500 8 10l-2.500 2.500M10 12.500h4",
 };
 
 /** The icon of that name; screen readers pass over it. */
