@@ -9,7 +9,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 from browser import SMALL_SERVER, Visit
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, FilePayload, expect
 from server_process import server_process
 
 DROP = """([name, size, type]) => {
@@ -70,8 +70,8 @@ def test_the_limit_is_that_of_the_server_and_of_all_files(browser: Browser) -> N
 def test_an_empty_file_is_refused(visit: Visit, name: str, kind: str, content: bytes) -> None:
     page = visit.page
     chosen = page.get_by_label("Pictures, videos and texts", exact=True)
-    full = {"name": "full.txt", "mimeType": "text/plain", "buffer": b"1"}
-    chosen.set_input_files([{"name": name, "mimeType": kind, "buffer": content}, full])  # type: ignore[list-item]
+    full: FilePayload = {"name": "full.txt", "mimeType": "text/plain", "buffer": b"1"}
+    chosen.set_input_files([{"name": name, "mimeType": kind, "buffer": content}, full])
     expect(page.locator(".notice")).to_have_text(f"{name} is empty.")
     expect(page.locator(".attachment")).to_have_text([re.compile("full.txt")])
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from browser import Visit
 from page_checks import LARGE, SMALL, saying
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import FloatRect, Locator, expect
 
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 
 
-def box(locator: Locator) -> dict[str, float]:
+def box(locator: Locator) -> FloatRect:
     found = locator.bounding_box()
     assert found is not None
-    return dict(found)
+    return found
 
 
 def tables(tmp_path: Path) -> Path:

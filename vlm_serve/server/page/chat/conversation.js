@@ -120,6 +120,24 @@ export function mayGoOn({ text, reasoning, calls, finish }) {
   return early && !calls.length && Boolean(text || reasoning);
 }
 
+/** Opens the last answer again where it has ended; returns whether it may go on. */
+export function reopen({ turns }, { answer }) {
+  if (answer !== turns.at(-1)?.answer || !mayGoOn(answer)) return false;
+  Object.assign(answer, { finish: null, error: null });
+  return true;
+}
+
+/** The turn that asks again. What came is kept as another version; an error alone is not. */
+export function again(conversation, turn) {
+  if (turn.answer.error && !mayGoOn(turn.answer) && turn === conversation.turns.at(-1)) {
+    conversation.turns.pop();
+    turn.answer = newAnswer();
+    return turn;
+  }
+  branch(conversation, conversation.turns.indexOf(turn));
+  return newTurn(turn.text, turn.media, turn.results);
+}
+
 /** A reload has ended what was still streaming. */
 export function endWhatWasRunning(conversation) {
   for (const { answer } of everyTurn(conversation))

@@ -155,7 +155,10 @@ function frameCode(block) {
   block.tabIndex = 0;
   const frame = h("div.code-block");
   block.replaceWith(frame);
-  frame.append(h("div.code-bar", h("span", name || "code"), copyButton("Copy this code", "code")), block);
+  frame.append(
+    h("div.code-bar", h("span", name || "code"), copyButton("Copy this code", "code")),
+    block,
+  );
 }
 
 function copyButton(name, iconName) {

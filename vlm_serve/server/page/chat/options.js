@@ -2,7 +2,7 @@
 // leaves empty is taken from the defaults of all conversations, and what those leave from the server.
 
 import { served } from "../shared/api.js";
-import { field } from "../shared/controls.js";
+import { field, select } from "../shared/controls.js";
 import { askWithForm } from "../shared/dialogs.js";
 import { h } from "../shared/dom.js";
 import { NO_OPTIONS } from "./conversation.js";
@@ -33,10 +33,6 @@ export function defaultOptions() {
   return filled((name) => (typeof stored?.[name] === "string" ? stored[name] : ""));
 }
 
-export function keepDefaults(options) {
-  localStorage.setItem(STORED, JSON.stringify(options));
-}
-
 /** What a conversation's requests go by. */
 export function optionsInForce({ options }) {
   const defaults = defaultOptions();
@@ -47,29 +43,30 @@ function filled(valueOf) {
   return Object.fromEntries(Object.keys(NO_OPTIONS).map((name) => [name, valueOf(name)]));
 }
 
-/** The model that a conversation asks; empty: the server's first. One that is gone counts as none. */
-export function modelOf({ model }) {
-  const { names } = served.get();
-  return !names.length || names.includes(model) ? model : "";
-}
-
 /** What an option is as long as nobody has set it, in a word. */
 function placeholderOf(name) {
   const { defaults } = served.get();
   if (name === "seed") return "random";
   if (!(name in NUMBERS)) return "none";
   if (!defaults) return "default";
-  return defaults[name] > 0 ? `${defaults[name]}` : ({ max_tokens: "no limit", top_k: "all" }[name] ?? "0");
+  return defaults[name] > 0
+    ? `${defaults[name]}`
+    : ({ max_tokens: "no limit", top_k: "all" }[name] ?? "0");
 }
 
-/**
- * Lets the reader change options; resolves to the new ones, or to null if nothing was changed.
- * @param {string} title
- * @param {object} options see conversation.js
- * @param {object} [defaults] what holds where they are empty
- * @returns {Promise<object|null>}
- */
-export async function askForOptions(title, options, defaults = NO_OPTIONS) {
+/** Lets the reader change the defaults of all conversations. */
+export async function askForDefaults() {
+  const options = await ask("Defaults of all conversations", defaultOptions(), NO_OPTIONS);
+  if (options !== null) localStorage.setItem(STORED, JSON.stringify(options));
+}
+
+/** Lets the reader change a conversation's options; resolves to the new ones, or to null. */
+export function askForOptions(options) {
+  return ask("Options of this conversation", options, defaultOptions());
+}
+
+/** Asks for options; `defaults` hold where they are empty. Null: it was dismissed. */
+async function ask(title, options, defaults) {
   const input = (selector, name, facts) => {
     const placeholder = defaults[name] || placeholderOf(name);
     return h(selector, { value: options[name], placeholder, ...facts });
@@ -88,7 +85,8 @@ export async function askForOptions(title, options, defaults = NO_OPTIONS) {
     problem.textContent = complaintAbout(read());
     return problem.textContent === "";
   };
-  const note = "What is empty is as in the defaults of all conversations; a blank: none.";
+  const note =
+    "Where nothing stands, the defaults of all conversations hold; a space alone means none.";
   const contents = [
     defaults !== NO_OPTIONS && h("p.note", note),
     field("System prompt", inputs.system),
@@ -121,12 +119,4 @@ function complaintAbout(options) {
   } catch (error) {
     return `Tools must be a JSON list: ${error.message}`;
   }
-}
-
-/** A choice of values; `empty`: what to call the empty one. */
-export function select(values, chosen, empty = "", attributes = {}) {
-  const choices = values.map((value) =>
-    h("option", { value, selected: value === chosen }, value || empty),
-  );
-  return h("select", attributes, choices);
 }

@@ -7,7 +7,8 @@ import { randomId } from "../shared/ids.js";
 import { serverSentEvents } from "../shared/sse.js";
 import { absorb, mediaOf } from "./conversation.js";
 import { dataUrlOf, learnHashes, mediumOf } from "./library.js";
-import { modelOf, NUMBERS, optionsInForce } from "./options.js";
+import { modelOf } from "./model.js";
+import { NUMBERS, optionsInForce } from "./options.js";
 
 const END = "END_OF_REQUEST";
 

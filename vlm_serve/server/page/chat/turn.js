@@ -157,11 +157,7 @@ function reuseOf(answer) {
   const numbers = numbersLine(answer).map((text) => h("span", text));
   return h(
     "details.reuse-of",
-    h(
-      "summary",
-      promptBar(answer.report),
-      h("span.numbers-line", numbers),
-    ),
+    h("summary", promptBar(answer.report), h("span.numbers-line", numbers)),
     legend(answer.report),
     explanation(answer.report),
   );

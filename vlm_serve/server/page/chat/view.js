@@ -1,25 +1,25 @@
 // The view "Chat": the list of conversations, the one that is open, and the composer.
 
-import { served } from "../shared/api.js";
-import { button, iconButton } from "../shared/controls.js";
-import { h, replace } from "../shared/dom.js";
+import { h } from "../shared/dom.js";
 import { Value } from "../shared/value.js";
+import { conversationBar } from "./bar.js";
 import { attach, Composer } from "./composer.js";
 import {
+  again,
   branch,
   endWhatWasRunning,
   everyTurn,
-  mayGoOn,
   mediaOf,
-  newAnswer,
   newConversation,
   newTurn,
+  reopen,
   showVersion,
   titleOf,
 } from "./conversation.js";
 import { readFile, saveAsFile } from "./exchange.js";
 import { forget, keepFor, mediumOf } from "./library.js";
-import { askForOptions, defaultOptions, keepDefaults, modelOf, select } from "./options.js";
+import { modelChoice } from "./model.js";
+import { askForDefaults, askForOptions } from "./options.js";
 import { ask, copyAsCurl } from "./request.js";
 import { Sidebar } from "./sidebar.js";
 import { conversations, isLasting } from "./store.js";
@@ -43,7 +43,7 @@ export class ChatView {
       remove: (conversation) => this.#remove(conversation),
       rename: (conversation, title) => this.#rename(conversation, title),
       read: (file) => this.#import(file),
-      setDefaults: () => this.#setDefaults(),
+      setDefaults: askForDefaults,
     });
     this.composer = new Composer({
       send: (text, media) => this.#send(text, media),
@@ -64,35 +64,24 @@ export class ChatView {
       welcome((question, files) => this.#tryExample(question, files)),
     );
     this.title = h("h1");
-    /** What answers the conversation: a name, or a choice where the server has several. */
-    this.model = h("div.model");
-    served.subscribe(({ names }) => this.#showNames(names));
+    const choose = (model) => this.#change(this.current.get(), { model });
+    this.model = modelChoice(this.current, choose);
+    const bar = conversationBar(this.title, {
+      list: () => this.view.classList.toggle("with-sidebar"),
+      setOptions: () => this.#setOptions(),
+      copy: async () => this.composer.say(await copyAsCurl(this.current.get())),
+      save: () => saveAsFile(this.current.get()),
+    });
     const main = h(
       "main.conversation",
       { tabindex: "-1" },
-      this.#bar(),
+      bar,
       this.thread.element,
       this.composer.element,
     );
     this.view = h("div.chat", this.sidebar.element, main);
     this.composer.takeDropsOn(main);
     this.#tabs.onmessage = ({ data }) => this.#changedElsewhere(data);
-  }
-
-  /** What stands above a conversation: its title, and what may be done with it as a whole. */
-  #bar() {
-    const list = () => this.view.classList.toggle("with-sidebar");
-    const copy = async () => this.composer.say(await copyAsCurl(this.current.get()));
-    const save = () => saveAsFile(this.current.get());
-    const curl = "Copy as a curl command";
-    return h(
-      "header.conversation-bar",
-      iconButton("Conversations", "menu", list, { class: "bare menu" }),
-      this.title,
-      iconButton("Options", "options", () => this.#options()),
-      button("curl", "terminal", copy, { class: "bare", "aria-label": curl, title: curl }),
-      iconButton("Export as JSON", "save", save),
-    );
   }
 
   /** Shows what earlier visits have left. */
@@ -115,18 +104,6 @@ export class ChatView {
   /** Begins a conversation with the model of the one that is open. */
   begin() {
     this.#open({ ...newConversation(), model: this.current.get().model });
-  }
-
-  #showNames(names) {
-    const change = ({ target }) => this.#change(this.current.get(), { model: target.value });
-    const facts = { "aria-label": "Model", on: { change } };
-    replace(this.model, names.length > 1 ? select(names, "", "", facts) : names);
-    this.#showModel();
-  }
-
-  #showModel() {
-    const choice = this.model.querySelector("select");
-    if (choice) choice.value = modelOf(this.current.get()) || choice.options[0].value;
   }
 
   /** Leads to the search. */
@@ -161,7 +138,6 @@ export class ChatView {
   #showAround() {
     const conversation = this.current.get();
     this.title.textContent = titleOf(conversation);
-    this.#showModel();
     const busy = this.#isBusy();
     this.composer.setBusy(busy);
     this.composer.offer(busy ? [] : followUps(conversation));
@@ -202,25 +178,12 @@ export class ChatView {
     this.#answer(turn);
   }
 
-  /** Asks again. An answer that came is kept as another version; an error alone is not. */
   #retry(turn) {
-    if (this.#isBusy()) return;
-    const conversation = this.current.get();
-    if (turn.answer.error && !mayGoOn(turn.answer) && turn === conversation.turns.at(-1)) {
-      conversation.turns.pop();
-      turn.answer = newAnswer();
-    } else {
-      branch(conversation, conversation.turns.indexOf(turn));
-      turn = newTurn(turn.text, turn.media, turn.results);
-    }
-    this.#ask(turn);
+    if (!this.#isBusy()) this.#ask(again(this.current.get(), turn));
   }
 
-  /** Lets the last answer go on where it has ended. */
   #goOn(turn) {
-    const last = this.current.get().turns.at(-1) === turn;
-    if (this.#isBusy() || !last || !mayGoOn(turn.answer)) return;
-    Object.assign(turn.answer, { finish: null, error: null });
+    if (this.#isBusy() || !reopen(this.current.get(), turn)) return;
     this.thread.update(turn);
     this.#answer(turn);
   }
@@ -321,16 +284,10 @@ export class ChatView {
     this.#open(conversation);
   }
 
-  async #options() {
+  async #setOptions() {
     const conversation = this.current.get();
-    const title = "Options of this conversation";
-    const options = await askForOptions(title, conversation.options, defaultOptions());
+    const options = await askForOptions(conversation.options);
     if (options !== null) await this.#change(conversation, { options });
-  }
-
-  async #setDefaults() {
-    const options = await askForOptions("Defaults of all conversations", defaultOptions());
-    if (options !== null) keepDefaults(options);
   }
 
   async #change(conversation, facts) {

@@ -63,6 +63,14 @@ export function field(label, input, hint) {
   return h("div.field", h("label", { for: id }, label), input, small);
 }
 
+/** A choice of values; `empty`: what to call the empty one. */
+export function select(values, chosen, empty = "", attributes = {}) {
+  const choices = values.map((value) =>
+    h("option", { value, selected: value === chosen }, value || empty),
+  );
+  return h("select", attributes, choices);
+}
+
 /** An input for files that a button beside it clicks; `onChoose` gets the files. */
 export function fileInput(label, onChoose, attributes) {
   const change = () => {
