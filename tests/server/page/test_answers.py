@@ -99,6 +99,7 @@ def test_asking_again_keeps_an_answer_that_an_error_ended(visit: Visit) -> None:
     page.unroute("**/v1/chat/completions")
     page.get_by_role("button", name="Ask again").click()
     expect(page.locator(".versions")).to_contain_text("2 of 2")
+    page.get_by_role("button", name="Send").wait_for()
     page.get_by_role("button", name="Earlier version").click()
     assert answer_of(page, 0) == "The star"
 

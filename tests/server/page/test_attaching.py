@@ -71,7 +71,8 @@ def test_an_empty_file_is_refused(visit: Visit, name: str, kind: str, content: b
     page = visit.page
     chosen = page.get_by_label("Pictures, videos and texts", exact=True)
     full: FilePayload = {"name": "full.txt", "mimeType": "text/plain", "buffer": b"1"}
-    chosen.set_input_files([{"name": name, "mimeType": kind, "buffer": content}, full])
+    empty: FilePayload = {"name": name, "mimeType": kind, "buffer": content}
+    chosen.set_input_files([empty, full])
     expect(page.locator(".notice")).to_have_text(f"{name} is empty.")
     expect(page.locator(".attachment")).to_have_text([re.compile("full.txt")])
 
