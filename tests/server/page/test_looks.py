@@ -179,15 +179,19 @@ CHARTS = """(told) => import("/live/gauges.js").then(({Gauges}) => {
 })"""
 
 
-def status(age: float, steps: int, hit: int, prompt: int, running: int = 0) -> dict[str, Any]:
+def status(
+    age: float, steps: int, hit: int, prompt: int, told: float | None = None
+) -> dict[str, Any]:
+    """What the server says of itself `age` seconds ago; `told`: when the page had it."""
     latency = {"p50": None, "p99": None}
     return {
-        "age_seconds": age,
+        "age_seconds": age if told is None else told,
+        "time": 1_800_000_000 - age,
         "steps": steps,
         "generated_tokens": steps,
         "hit_tokens": hit,
         "prompt_tokens": prompt,
-        "running": running,
+        "running": 0,
         "waiting": 0,
         "joined": 0,
         "memory": {"kv": 1},
@@ -248,6 +252,15 @@ def test_a_time_of_which_nothing_is_known_is_a_gap(visit: Visit) -> None:
         assert len(lines) == 2, title
         gap = lines[1][0][0] - lines[0][-1][0]
         assert gap > 200, (title, "no line where nothing is known")
+
+
+def test_messages_that_come_at_once_are_no_peak(visit: Visit) -> None:
+    """A rate goes by the server's clock, not by that of the network."""
+    past = [status(20, 0, 0, 0), status(15, 50, 0, 0), status(10, 100, 0, 0, told=5.01)]
+    told = charts(visit, [*past, status(5, 150, 0, 0)])
+    (line,) = lines_of(told["Steps a second"])
+    assert len({y for _, y in line}) == 1
+    assert "10" in told["Steps a second"]["text"]
 
 
 def test_the_hit_rate_has_a_scale(visit: Visit) -> None:

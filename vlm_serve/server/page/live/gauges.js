@@ -123,9 +123,12 @@ function valuesOf(history, read) {
   return [...spansOf(history, read), [time, time, read(status) ?? null]];
 }
 
-/** A total's rise a second. */
+/** A total's rise a second, by the server's clock: messages may come late, and at once. */
 function rateOf(history, name) {
-  return spansOf(history, (before, after, seconds) => (after[name] - before[name]) / seconds);
+  return spansOf(history, (before, after) => {
+    const rise = after[name] - before[name];
+    return rise === 0 ? 0 : rise / (after.time - before.time);
+  });
 }
 
 /** How much of the prompts' tokens were hits; null where there was no prompt. */
@@ -141,7 +144,7 @@ function spansOf(history, compute) {
   return history.slice(1).map(({ status, time }, index) => {
     const { status: before, time: from } = history[index];
     const unwatched = time - from > UNWATCHED_MS && status.steps !== before.steps;
-    const value = unwatched ? null : compute(before, status, (time - from) / 1000);
+    const value = unwatched ? null : compute(before, status);
     return [from, time, Number.isFinite(value) ? value : null];
   });
 }
@@ -175,8 +178,8 @@ class ChartView {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
       preserveAspectRatio: "none",
     });
-    this.top = h("small");
-    const scale = h("div.plot", { "aria-hidden": "true" }, this.plot, this.top, h("small", "0"));
+    this.top = h("span");
+    const scale = h("div.plot", { "aria-hidden": "true" }, this.plot, this.top, h("span", "0"));
     const heading = h("h3", chart.title);
     this.element = h("div.card", heading, h("p", this.value, " ", this.note), scale);
   }
