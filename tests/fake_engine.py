@@ -134,6 +134,7 @@ class FakeEngine:
         self.adapters = AdapterStore(Modules(), max_rank=64)
         self.memory = MemoryPlan(1 << 20, 16, 1 << 10, 1 << 12, 8, 4, 2)
         self.max_model_len = 4096
+        self.spec = SimpleNamespace(generation={})
         self.gate, self.check_gate = threading.Event(), threading.Event()
         self.num_checks = self.num_flushes = 0
         self.holds: list[bool] = []

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page, Route
+from playwright.sync_api import Page, Route, ViewportSize
 
 AXE = Path(__file__).parent.joinpath("server/page/axe.min.js").read_text(encoding="utf-8")
-SMALL = {"width": 380, "height": 740}
-LARGE = {"width": 1280, "height": 800}
+SMALL: ViewportSize = {"width": 380, "height": 740}
+LARGE: ViewportSize = {"width": 1280, "height": 800}
 CHECK = "async () => { const told = await axe.run(); return JSON.stringify(told.violations); }"
 
 

@@ -47,6 +47,8 @@ def test_what_routers_read(server: RunningServer) -> None:
             assert body["tokenizer_path"] == "test-model" and body["has_image_understanding"]
             assert body["max_model_len"] == 4096
             assert body["max_body_bytes"] == 64 << 20
+            defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": None}
+            assert body["sampling_defaults"] == defaults
     models = server.client.get("/v1/models", headers=OPERATOR).json()["data"]
     assert body["model_path"] in [each["id"] for each in models]
 

@@ -16,8 +16,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from vlm_serve.engine.requests.validation import with_token_limit
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.options.declared import options_of
+from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.listing import ends_of
 from vlm_serve.server.api.shared.request_body import read_json
@@ -162,10 +164,16 @@ class ResetRequest(ExactModel):
     reset_external: bool | None = None
 
 
+_SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "max_tokens")
+
+
 async def model_info(service: Service, _: Request) -> Response:
-    """GET /get_model_info and /model_info, as SGLang's routers read them."""
-    name = service.state.model_names[0]
-    sees = service.engine.preprocessor.takes_media
+    """GET /get_model_info and /model_info, as SGLang's routers read them; and for the page what
+    holds where a request says nothing (`max_tokens` None: as much as the context leaves)."""
+    name, engine = service.state.model_names[0], service.engine
+    given = engine.spec.generation
+    defaults = with_token_limit(SamplingParams().with_defaults(given), given, engine.max_model_len)
+    sees = engine.preprocessor.takes_media
     return JSONResponse(
         {
             "model_path": name,
@@ -176,8 +184,9 @@ async def model_info(service: Service, _: Request) -> Response:
             "weight_version": "default",
             "has_image_understanding": sees,
             "has_audio_understanding": False,
-            "max_model_len": service.engine.max_model_len,
+            "max_model_len": engine.max_model_len,
             "max_body_bytes": service.config.max_body_bytes,
+            "sampling_defaults": {name: getattr(defaults, name) for name in _SHOWN_DEFAULTS},
         }
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import PIL.Image
+import pytest
 from browser import SMALL_SERVER, Visit
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, FilePayload, expect
 from server_process import server_process
 
 DROP = """([name, size, type]) => {
@@ -53,6 +55,26 @@ def test_the_limit_is_that_of_the_server_and_of_all_files(browser: Browser) -> N
         expect(page.locator(".notice")).to_contain_text("c.png does not fit beside the other files")
         expect(page.locator(".attachment")).to_have_count(1)
         visit.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "content"),
+    [
+        ("empty.txt", "text/plain", b""),
+        ("empty.png", "image/png", b""),
+        ("empty.pdf", "application/pdf", b""),
+        ("blank.md", "text/markdown", b" \n\t\n"),
+        ("mark.csv", "text/csv", b"\xef\xbb\xbf"),
+    ],
+)
+def test_an_empty_file_is_refused(visit: Visit, name: str, kind: str, content: bytes) -> None:
+    page = visit.page
+    chosen = page.get_by_label("Pictures, videos and texts", exact=True)
+    full: FilePayload = {"name": "full.txt", "mimeType": "text/plain", "buffer": b"1"}
+    empty: FilePayload = {"name": name, "mimeType": kind, "buffer": content}
+    chosen.set_input_files([empty, full])
+    expect(page.locator(".notice")).to_have_text(f"{name} is empty.")
+    expect(page.locator(".attachment")).to_have_text([re.compile("full.txt")])
 
 
 def test_a_text_is_part_of_the_question(visit: Visit, tmp_path: Path) -> None:

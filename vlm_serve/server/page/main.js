@@ -4,7 +4,7 @@ import { ChatView } from "./chat/view.js";
 import { known, loadLibrary } from "./chat/library.js";
 import { LiveView } from "./live/view.js";
 import { reuseView } from "./reuse/view.js";
-import { learnServed, served, server, storedKey } from "./shared/api.js";
+import { learnServed, server, storedKey } from "./shared/api.js";
 import { askForKey } from "./shared/dialogs.js";
 import { button, iconButton } from "./shared/controls.js";
 import { h, replace } from "./shared/dom.js";
@@ -19,7 +19,6 @@ const live = new LiveView();
 const views = { chat: chat.view, reuse: reuse.view, live: live.view };
 
 const links = Object.entries(NAMES).map(([name, title]) => h("a", { href: `#${name}` }, title));
-const model = h("span.model");
 const state = h("div.server-state", { role: "status" });
 
 document.body.append(
@@ -28,7 +27,7 @@ document.body.append(
     "header.top",
     h("span.brand", "vlm-serve"),
     h("nav", { "aria-label": "Views" }, links),
-    model,
+    chat.model,
     iconButton("Keyboard shortcuts", "keys", showShortcuts, { class: "bare keys" }),
     iconButton("API key", "key", () => changeKey(false)),
     themeButton(),
@@ -50,8 +49,6 @@ async function changeKey(wrong) {
   }
   asking = false;
 }
-
-served.subscribe(({ name }) => (model.textContent = name));
 
 /** Learns what is served, and with that whether the server is there and takes the key. */
 async function greet() {

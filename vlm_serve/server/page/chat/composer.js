@@ -182,10 +182,9 @@ export async function attach(files, others) {
   for (const file of files) {
     const refusal = refusalOf(file, used);
     const kind = refusal ? null : await kindOf(file);
-    if (kind === null) {
-      refusals.push(
-        refusal ?? `${file.name} is neither a picture, a video, a PDF document nor a text.`,
-      );
+    if (kind === null || kind === "empty") {
+      const none = "neither a picture, a video, a PDF document nor a text";
+      refusals.push(refusal ?? `${file.name} is ${kind ?? none}.`);
     } else {
       used += bytesInRequest(file.size);
       media.push(await taken(file, kind));

@@ -15,6 +15,19 @@ import { randomId } from "../shared/ids.js";
 const TITLE_LENGTH = 48;
 const START = "start";
 
+/** The options of a conversation, all empty; what is empty is as in the defaults, see options.js. */
+export const NO_OPTIONS = {
+  system: "",
+  temperature: "",
+  top_p: "",
+  top_k: "",
+  max_tokens: "",
+  seed: "",
+  stop: "",
+  thinking: "",
+  tools: "",
+};
+
 export function newConversation() {
   const now = Date.now();
   return {
@@ -23,17 +36,7 @@ export function newConversation() {
     updated: now,
     title: "",
     model: "",
-    options: {
-      system: "",
-      temperature: "",
-      top_p: "",
-      top_k: "",
-      max_tokens: "",
-      seed: "",
-      stop: "",
-      thinking: "",
-      tools: "",
-    },
+    options: { ...NO_OPTIONS },
     turns: [],
     branches: {},
   };
@@ -109,6 +112,30 @@ export function showVersion(conversation, index, number) {
 export function everyTurn({ turns, branches }) {
   const others = Object.values(branches ?? {}).flatMap(({ tails }) => tails.filter(Boolean));
   return [...turns, ...others.flat()];
+}
+
+/** Whether an answer has ended early and may go on. Half a call of a tool may not. */
+export function mayGoOn({ text, reasoning, calls, finish }) {
+  const early = ["stopped", "length", "error"].includes(finish);
+  return early && !calls.length && Boolean(text || reasoning);
+}
+
+/** Opens the last answer again where it has ended; returns whether it may go on. */
+export function reopen({ turns }, { answer }) {
+  if (answer !== turns.at(-1)?.answer || !mayGoOn(answer)) return false;
+  Object.assign(answer, { finish: null, error: null });
+  return true;
+}
+
+/** The turn that asks again. What came is kept as another version; an error alone is not. */
+export function again(conversation, turn) {
+  if (turn.answer.error && !mayGoOn(turn.answer) && turn === conversation.turns.at(-1)) {
+    conversation.turns.pop();
+    turn.answer = newAnswer();
+    return turn;
+  }
+  branch(conversation, conversation.turns.indexOf(turn));
+  return newTurn(turn.text, turn.media, turn.results);
 }
 
 /** A reload has ended what was still streaming. */

@@ -23,8 +23,7 @@ export async function saveAsFile(conversation) {
     };
   const title = titleOf(conversation);
   const whole = { title, ...rest, turns: await written(turns), branches: versions };
-  const name = title.replace(/[^\w-]+/g, "-");
-  save(`${name}.json`, "application/json", JSON.stringify(whole, null, 2));
+  save(title, "json", "application/json", JSON.stringify(whole, null, 2));
 }
 
 function written(turns) {

@@ -1,6 +1,7 @@
 // The media that this browser has uploaded: their bytes, and pictures of them for the views.
 
 import { icon } from "../shared/controls.js";
+import { dialog } from "../shared/dialogs.js";
 import { h } from "../shared/dom.js";
 import { randomId } from "../shared/ids.js";
 import { Value } from "../shared/value.js";
@@ -30,12 +31,17 @@ function remember(medium) {
   for (const hash of medium.hashes) byHash.set(hash, medium);
 }
 
-/** "image", "video", "document" (PDF) or "text"; null for others. Vector graphics are text. */
+/**
+ * "image", "video", "document" (PDF), "text", or "empty" if there is nothing in it; null for others.
+ * Vector graphics are text.
+ */
 export async function kindOf(file) {
+  if (file.size === 0) return "empty";
   if (file.type !== "image/svg+xml" && KINDS.test(file.type)) return KINDS.exec(file.type)[1];
   if (file.type === PDF_TYPE || PDF_NAME.test(file.name)) return "document";
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    if (!text.trim()) return "empty";
     return text.includes("\0") ? null : "text";
   } catch {
     return null;
@@ -93,7 +99,12 @@ export function mediumFigure(medium) {
     return h("span.file", icon("file"), h("span", medium.name), size);
   }
   const src = urlOf(medium);
-  if (medium.kind === "image") return h("img", { src, alt: medium.name, title: medium.name });
+  if (medium.kind === "image") {
+    const name = `Enlarge ${medium.name}`;
+    const facts = { type: "button", "aria-label": name, title: name };
+    const picture = h("img", { src, alt: medium.name });
+    return h("button.picture", { ...facts, on: { click: () => enlarge(medium) } }, picture);
+  }
   return h("video", {
     src,
     controls: true,
@@ -101,6 +112,13 @@ export function mediumFigure(medium) {
     preload: "metadata",
     "aria-label": medium.name,
   });
+}
+
+/** Shows a picture as large as the window lets it be; a click on it closes it too. */
+function enlarge(medium) {
+  return dialog(medium.name, (close) => [
+    h("img", { src: urlOf(medium), alt: medium.name, on: { click: () => close() } }),
+  ]);
 }
 
 /** The medium as a `data:` URL. */

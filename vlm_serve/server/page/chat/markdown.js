@@ -40,6 +40,7 @@ const ALLOWED = {
   ],
   ALLOWED_ATTR: ["href", "start", "title", "align", "class"],
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
+  ADD_URI_SAFE_ATTR: ["align", "start"], // no addresses
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
@@ -137,7 +138,7 @@ function setFormula(code) {
   const shown = formula(code.textContent, display);
   if (shown === null) return;
   const frame = display
-    ? h("div.formula.wide", { tabindex: "0" }, shown, copyButton("Copy this formula as TeX"))
+    ? h("div.formula.wide", { tabindex: "0" }, shown, copyButton("Copy this formula as TeX", "tex"))
     : h("span.formula", shown);
   const paragraph = code.parentElement;
   // A paragraph cannot have a block in it.
@@ -154,11 +155,14 @@ function frameCode(block) {
   block.tabIndex = 0;
   const frame = h("div.code-block");
   block.replaceWith(frame);
-  frame.append(h("div.code-bar", h("span", name || "code"), copyButton("Copy this code")), block);
+  frame.append(
+    h("div.code-bar", h("span", name || "code"), copyButton("Copy this code", "code")),
+    block,
+  );
 }
 
-function copyButton(name) {
-  return iconButton(name, "copy", null, { class: "bare copy" });
+function copyButton(name, iconName) {
+  return iconButton(name, iconName, null, { class: "bare copy" });
 }
 
 const TOLD_MS = 1500;

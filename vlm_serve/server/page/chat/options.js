@@ -1,9 +1,13 @@
-// What a conversation's requests say besides the messages, and the dialog for it.
+// What a conversation's requests say besides the messages, and the dialog for it. What a conversation
+// leaves empty is taken from the defaults of all conversations, and what those leave from the server.
 
-import { requestJson } from "../shared/api.js";
-import { field } from "../shared/controls.js";
+import { served } from "../shared/api.js";
+import { field, select } from "../shared/controls.js";
 import { askWithForm } from "../shared/dialogs.js";
 import { h } from "../shared/dom.js";
+import { NO_OPTIONS } from "./conversation.js";
+
+const STORED = "vlm-serve-defaults";
 
 /** Options that are numbers. */
 export const NUMBERS = {
@@ -14,38 +18,77 @@ export const NUMBERS = {
     step: "0.01",
   },
   top_k: { label: "Top k", hint: "number of the most likely tokens to sample from", step: "1" },
-  max_tokens: { label: "Longest answer", hint: "in tokens", step: "1" },
+  max_tokens: { label: "Longest answer", hint: "in tokens, within the context", step: "1" },
   seed: { label: "Seed", hint: "makes answers repeatable", step: "1" },
 };
 
-/**
- * Lets the reader change a conversation's options and model; resolves to the new ones, or to null if
- * nothing was changed.
- * @param {object} conversation see conversation.js; an empty `model` leaves the choice to the server
- * @returns {Promise<{options: object, model: string}|null>}
- */
-export async function askForOptions({ options, model }) {
-  const models = await servedModels();
-  const inputs = {
-    system: h("textarea", { rows: 3, value: options.system }),
-    stop: h("textarea", { rows: 2, value: options.stop }),
-    tools: h("textarea.code", { rows: 4, value: options.tools, spellcheck: "false" }),
-    thinking: select(["", "on", "off"], options.thinking, "model's default"),
-  };
-  for (const [name, { step }] of Object.entries(NUMBERS)) {
-    const value = options[name];
-    inputs[name] = h("input", { type: "number", step, value, placeholder: "default" });
+/** The defaults of all conversations. Whatever else is stored counts as empty. */
+export function defaultOptions() {
+  let stored = null;
+  try {
+    stored = JSON.parse(localStorage.getItem(STORED));
+  } catch {
+    // Another version of this page has written it.
   }
-  const choice = select(models, model || models[0]);
+  return filled((name) => (typeof stored?.[name] === "string" ? stored[name] : ""));
+}
+
+/** What a conversation's requests go by. */
+export function optionsInForce({ options }) {
+  const defaults = defaultOptions();
+  return filled((name) => options[name] || defaults[name]);
+}
+
+function filled(valueOf) {
+  return Object.fromEntries(Object.keys(NO_OPTIONS).map((name) => [name, valueOf(name)]));
+}
+
+/** What an option is as long as nobody has set it, in a word. */
+function placeholderOf(name) {
+  const { defaults } = served.get();
+  if (name === "seed") return "random";
+  if (!(name in NUMBERS)) return "none";
+  if (!defaults) return "default";
+  return defaults[name] > 0
+    ? `${defaults[name]}`
+    : ({ max_tokens: "no limit", top_k: "all" }[name] ?? "0");
+}
+
+/** Lets the reader change the defaults of all conversations. */
+export async function askForDefaults() {
+  const options = await ask("Defaults of all conversations", defaultOptions(), NO_OPTIONS);
+  if (options !== null) localStorage.setItem(STORED, JSON.stringify(options));
+}
+
+/** Lets the reader change a conversation's options; resolves to the new ones, or to null. */
+export function askForOptions(options) {
+  return ask("Options of this conversation", options, defaultOptions());
+}
+
+/** Asks for options; `defaults` hold where they are empty. Null: it was dismissed. */
+async function ask(title, options, defaults) {
+  const input = (selector, name, facts) => {
+    const placeholder = defaults[name] || placeholderOf(name);
+    return h(selector, { value: options[name], placeholder, ...facts });
+  };
+  const inputs = {
+    system: input("textarea", "system", { rows: 3 }),
+    stop: input("textarea", "stop", { rows: 2 }),
+    tools: input("textarea.code", "tools", { rows: 4, spellcheck: "false" }),
+    thinking: select(["", "on", "off"], options.thinking, defaults.thinking || "model's default"),
+  };
+  for (const [name, { step }] of Object.entries(NUMBERS))
+    inputs[name] = input("input", name, { type: "number", step });
   const problem = h("p.problem", { role: "alert" });
-  const read = () =>
-    Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value]));
+  const read = () => filled((name) => inputs[name].value);
   const accepts = () => {
     problem.textContent = complaintAbout(read());
     return problem.textContent === "";
   };
+  const note =
+    "Where nothing stands, the defaults of all conversations hold; a space alone means none.";
   const contents = [
-    models.length > 1 && field("Model", choice),
+    defaults !== NO_OPTIONS && h("p.note", note),
     field("System prompt", inputs.system),
     h(
       "fieldset",
@@ -61,18 +104,7 @@ export async function askForOptions({ options, model }) {
     field("Tools", inputs.tools, "a JSON list of functions, as the API takes it"),
     problem,
   ];
-  const title = "Options of this conversation";
-  if (!(await askWithForm(title, "Use these options", contents, accepts))) return null;
-  return { options: read(), model: models.length > 1 ? choice.value : model };
-}
-
-/** The names that the server answers to; none if it does not say, which is shown elsewhere. */
-async function servedModels() {
-  try {
-    return (await requestJson("/v1/models")).data.map(({ id }) => id);
-  } catch {
-    return [];
-  }
+  return (await askWithForm(title, "Use these options", contents, accepts)) ? read() : null;
 }
 
 /** What is wrong with the options, as a sentence, or an empty text. */
@@ -87,12 +119,4 @@ function complaintAbout(options) {
   } catch (error) {
     return `Tools must be a JSON list: ${error.message}`;
   }
-}
-
-/** A choice of values; `empty`: what to call the empty one. */
-function select(values, chosen, empty = "") {
-  const choices = values.map((value) =>
-    h("option", { value, selected: value === chosen }, value || empty),
-  );
-  return h("select", { value: chosen }, choices);
 }

@@ -7,7 +7,8 @@ import { randomId } from "../shared/ids.js";
 import { serverSentEvents } from "../shared/sse.js";
 import { absorb, mediaOf } from "./conversation.js";
 import { dataUrlOf, learnHashes, mediumOf } from "./library.js";
-import { NUMBERS } from "./options.js";
+import { modelOf } from "./model.js";
+import { NUMBERS, optionsInForce } from "./options.js";
 
 const END = "END_OF_REQUEST";
 
@@ -16,13 +17,15 @@ const END = "END_OF_REQUEST";
  * @param {object} conversation
  * @param {object[]} turns of the conversation, up to the one to answer
  * @param {(medium: object) => Promise<string>|string} urlFor
+ * @param {boolean} goesOn whether what the last turn has of an answer is continued
  */
-async function requestBody(conversation, turns, urlFor = dataUrlOf) {
-  const { options } = conversation;
+async function requestBody(conversation, turns, urlFor, goesOn) {
+  const options = optionsInForce(conversation);
   const messages = options.system.trim() ? [{ role: "system", content: options.system }] : [];
   for (const turn of turns) {
     messages.push(...(await questionMessages(turn, urlFor)));
-    if (turn !== turns.at(-1)) messages.push(...answerMessages(turn.answer));
+    const last = turn === turns.at(-1);
+    if (goesOn || !last) messages.push(...answerMessages(turn.answer, last));
   }
   const body = {
     messages,
@@ -30,7 +33,8 @@ async function requestBody(conversation, turns, urlFor = dataUrlOf) {
     stream_options: { include_usage: true },
     cache_report: true,
   };
-  if (conversation.model) body.model = conversation.model;
+  if (goesOn) body.continue_final_message = true;
+  if (modelOf(conversation)) body.model = modelOf(conversation);
   for (const name of Object.keys(NUMBERS))
     if (options[name] !== "") body[name] = Number(options[name]);
   if (options.stop.trim()) body.stop = options.stop.split("\n").filter(Boolean);
@@ -72,9 +76,10 @@ async function partOf(medium, urlFor) {
   return { type, [type]: { url: await urlFor(medium) } };
 }
 
-function answerMessages(answer) {
-  if (!answer.text && !answer.calls.length) return [];
-  const message = { role: "assistant", content: answer.text };
+/** An answer as the history says it; `open`: it is to be continued, maybe in its thought. */
+function answerMessages(answer, open) {
+  if (!open && !answer.text && !answer.calls.length) return [];
+  const message = { role: "assistant", content: open ? answer.text || null : answer.text };
   if (answer.reasoning) message.reasoning = answer.reasoning;
   if (answer.calls.length) {
     message.tool_calls = answer.calls.map(({ id, name, arguments: text }) => ({
@@ -92,11 +97,12 @@ function answerMessages(answer) {
  */
 export async function copyAsCurl(conversation) {
   const files = new Map();
-  const body = await requestBody(conversation, conversation.turns, (medium) => {
+  const marked = (medium) => {
     const mark = randomId();
     files.set(mark, medium);
     return mark;
-  });
+  };
+  const body = await requestBody(conversation, conversation.turns, marked, false);
   let text = JSON.stringify(body, null, 2).replace(/[\\$`]/g, "\\$&");
   for (const [mark, { blob, name }] of files) {
     const file = name.replace(/[^\w.-]/g, "_").replace(/^-/, "_");
@@ -112,7 +118,7 @@ export async function copyAsCurl(conversation) {
 }
 
 /**
- * Streams into the last turn's answer. Never raises: what goes wrong is the answer's `error`.
+ * Streams into the last turn's answer, behind what it has already. Never raises: what goes wrong is the answer's `error`.
  * @param {object} conversation
  * @param {AbortSignal} signal ends the answer, which keeps what has come
  * @param {() => void} onChange called after every chunk
@@ -124,7 +130,8 @@ export async function ask(conversation, signal, onChange) {
   const times = { first: null, total: null };
   answer.times = times;
   try {
-    const body = await requestBody(conversation, turns);
+    const goesOn = Boolean(answer.text || answer.reasoning);
+    const body = await requestBody(conversation, turns, dataUrlOf, goesOn);
     const response = await request("/v1/chat/completions", { body, signal });
     for await (const { data } of serverSentEvents(response)) {
       if (data === "[DONE]") break;

@@ -10,7 +10,8 @@ export class Sidebar {
   #conversations = [];
   #current = null;
 
-  /** @param {{open: Function, add: Function, remove: Function, rename: Function, read: Function}} actions */
+  /** @param {{open: Function, add: Function, remove: Function, rename: Function, read: Function,
+   *   setDefaults: Function}} actions */
   constructor(actions) {
     this.#actions = actions;
     this.list = h("ul");
@@ -32,7 +33,11 @@ export class Sidebar {
       this.search,
       this.outcome,
       this.list,
-      button("Import", "import", () => file.click(), { class: "wide-button" }),
+      h(
+        "div.pair",
+        button("Import", "import", () => file.click()),
+        button("Defaults", "options", () => actions.setDefaults()),
+      ),
       file,
       this.note,
     );

@@ -1,10 +1,11 @@
 // One turn of a conversation: the question, the answer, and what of the prompt was reused.
 
-import { copy } from "../shared/clipboard.js";
+import { copy, save } from "../shared/clipboard.js";
 import { button, field, iconButton } from "../shared/controls.js";
 import { h, onceAFrame, replace } from "../shared/dom.js";
 import { legend, promptBar } from "../reuse/bar.js";
 import { explanation, numbersLine } from "../reuse/report.js";
+import { mayGoOn, titleOf } from "./conversation.js";
 import { mediumFigure, mediumOf } from "./library.js";
 import { copyFrom, rendered } from "./markdown.js";
 
@@ -20,8 +21,8 @@ export class TurnView {
 
   /**
    * @param {object} turn see conversation.js
-   * @param {{retry: Function, edit: Function, giveResults: Function, showVersion: Function}} actions
-   *   called with the turn
+   * @param {{retry: Function, edit: Function, goOn: Function, giveResults: Function,
+   *   showVersion: Function}} actions called with the turn
    * @param {{number: number, count: number}} version which one of how many, from 1
    */
   constructor(turn, actions, version) {
@@ -82,12 +83,13 @@ export class TurnView {
     }
     const figures = media.map((id) => mediumFigure(mediumOf(id)));
     const edit = () => this.#actions.edit(this.#turn);
+    const shown = figures.length > 0 && h("div.figures", figures);
+    const pencil = iconButton("Edit this question", "edit", edit);
     return h(
       "article.question",
       { "aria-label": "Question" },
-      figures.length > 0 && h("div.figures", figures),
-      text && h("p.typed", text),
-      h("div.tools", iconButton("Edit this question", "edit", edit)),
+      text && shown,
+      h("div.said", pencil, text ? h("p.typed", text) : shown),
     );
   }
 
@@ -97,7 +99,7 @@ export class TurnView {
     this.answer.setAttribute("aria-busy", String(waiting));
     replace(this.text, text ? rendered(text) : waiting && h("span.waiting", "…"));
     this.#showFolded();
-    if (!waiting) replace(this.below, this.#ending());
+    replace(this.below, !waiting && this.#ending());
   }
 
   #showFolded() {
@@ -118,6 +120,8 @@ export class TurnView {
 
   #ending() {
     const { text, error, finish, report } = this.#turn.answer;
+    const title = titleOf({ turns: [this.#turn] });
+    const saveText = () => save(title, "md", "text/markdown", text);
     return [
       error
         ? h("p.problem", { role: "alert" }, error)
@@ -126,7 +130,10 @@ export class TurnView {
       report && reuseOf(this.#turn.answer),
       h(
         "div.tools",
+        mayGoOn(this.#turn.answer) &&
+          button("Continue", "play", () => this.#actions.goOn(this.#turn), { class: "bare go-on" }),
         text && iconButton("Copy this answer", "copy", () => copy(text)),
+        text && iconButton("Save this answer as Markdown", "save", saveText),
         iconButton("Ask again", "retry", () => this.#actions.retry(this.#turn)),
       ),
     ];
@@ -150,12 +157,8 @@ function reuseOf(answer) {
   const numbers = numbersLine(answer).map((text) => h("span", text));
   return h(
     "details.reuse-of",
-    h(
-      "summary",
-      promptBar(answer.report),
-      legend(answer.report, "span"),
-      h("span.numbers-line", numbers),
-    ),
+    h("summary", promptBar(answer.report), h("span.numbers-line", numbers)),
+    legend(answer.report),
     explanation(answer.report),
   );
 }

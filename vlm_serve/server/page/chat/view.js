@@ -1,23 +1,25 @@
 // The view "Chat": the list of conversations, the one that is open, and the composer.
 
-import { iconButton } from "../shared/controls.js";
 import { h } from "../shared/dom.js";
 import { Value } from "../shared/value.js";
+import { conversationBar } from "./bar.js";
 import { attach, Composer } from "./composer.js";
 import {
+  again,
   branch,
   endWhatWasRunning,
   everyTurn,
   mediaOf,
-  newAnswer,
   newConversation,
   newTurn,
+  reopen,
   showVersion,
   titleOf,
 } from "./conversation.js";
 import { readFile, saveAsFile } from "./exchange.js";
 import { forget, keepFor, mediumOf } from "./library.js";
-import { askForOptions } from "./options.js";
+import { modelChoice } from "./model.js";
+import { askForDefaults, askForOptions } from "./options.js";
 import { ask, copyAsCurl } from "./request.js";
 import { Sidebar } from "./sidebar.js";
 import { conversations, isLasting } from "./store.js";
@@ -41,6 +43,7 @@ export class ChatView {
       remove: (conversation) => this.#remove(conversation),
       rename: (conversation, title) => this.#rename(conversation, title),
       read: (file) => this.#import(file),
+      setDefaults: askForDefaults,
     });
     this.composer = new Composer({
       send: (text, media) => this.#send(text, media),
@@ -52,6 +55,7 @@ export class ChatView {
     const actions = {
       retry: (turn) => this.#retry(turn),
       edit: (turn) => this.#edit(turn),
+      goOn: (turn) => this.#goOn(turn),
       giveResults: (turn, results) => this.#ask(newTurn("", [], results)),
       showVersion: (turn, number) => this.#showVersion(turn, number),
     };
@@ -60,31 +64,24 @@ export class ChatView {
       welcome((question, files) => this.#tryExample(question, files)),
     );
     this.title = h("h1");
+    const choose = (model) => this.#change(this.current.get(), { model });
+    this.model = modelChoice(this.current, choose);
+    const bar = conversationBar(this.title, {
+      list: () => this.view.classList.toggle("with-sidebar"),
+      setOptions: () => this.#setOptions(),
+      copy: async () => this.composer.say(await copyAsCurl(this.current.get())),
+      save: () => saveAsFile(this.current.get()),
+    });
     const main = h(
       "main.conversation",
       { tabindex: "-1" },
-      this.#bar(),
+      bar,
       this.thread.element,
       this.composer.element,
     );
     this.view = h("div.chat", this.sidebar.element, main);
     this.composer.takeDropsOn(main);
     this.#tabs.onmessage = ({ data }) => this.#changedElsewhere(data);
-  }
-
-  /** What stands above a conversation: its title, and what may be done with it as a whole. */
-  #bar() {
-    const list = () => this.view.classList.toggle("with-sidebar");
-    const copy = async () => this.composer.say(await copyAsCurl(this.current.get()));
-    const save = () => saveAsFile(this.current.get());
-    return h(
-      "header.conversation-bar",
-      iconButton("Conversations", "menu", list, { class: "bare menu" }),
-      this.title,
-      iconButton("Options", "options", () => this.#options()),
-      iconButton("Copy as a curl command", "copy", copy),
-      iconButton("Export as JSON", "save", save),
-    );
   }
 
   /** Shows what earlier visits have left. */
@@ -104,8 +101,9 @@ export class ChatView {
     this.#list.forEach(endWhatWasRunning);
   }
 
+  /** Begins a conversation with the model of the one that is open. */
   begin() {
-    this.#open(newConversation());
+    this.#open({ ...newConversation(), model: this.current.get().model });
   }
 
   /** Leads to the search. */
@@ -180,18 +178,14 @@ export class ChatView {
     this.#answer(turn);
   }
 
-  /** Asks again. An answer that came is kept as another version; an error is not. */
   #retry(turn) {
-    if (this.#isBusy()) return;
-    const conversation = this.current.get();
-    if (turn.answer.error && turn === conversation.turns.at(-1)) {
-      conversation.turns.pop();
-      turn.answer = newAnswer();
-    } else {
-      branch(conversation, conversation.turns.indexOf(turn));
-      turn = newTurn(turn.text, turn.media, turn.results);
-    }
-    this.#ask(turn);
+    if (!this.#isBusy()) this.#ask(again(this.current.get(), turn));
+  }
+
+  #goOn(turn) {
+    if (this.#isBusy() || !reopen(this.current.get(), turn)) return;
+    this.thread.update(turn);
+    this.#answer(turn);
   }
 
   #edit(turn) {
@@ -290,11 +284,14 @@ export class ChatView {
     this.#open(conversation);
   }
 
-  async #options() {
+  async #setOptions() {
     const conversation = this.current.get();
-    const changed = await askForOptions(conversation);
-    if (changed === null) return;
-    Object.assign(conversation, changed);
+    const options = await askForOptions(conversation.options);
+    if (options !== null) await this.#change(conversation, { options });
+  }
+
+  async #change(conversation, facts) {
+    Object.assign(conversation, facts);
     if (conversation.turns.length) await this.#keep(conversation);
   }
 }

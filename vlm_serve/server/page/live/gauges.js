@@ -8,6 +8,8 @@ const SPAN_MS = 5 * 60_000;
 const SHORTEST_MS = 30_000; // that the width of a chart stands for
 const WIDTH = 240;
 const HEIGHT = 44;
+/** A longer time between two statuses was not watched, unless the server did nothing in it. */
+const UNWATCHED_MS = 15_000;
 
 /** Parts of the memory in words. */
 const BUCKETS = {
@@ -21,7 +23,7 @@ const BUCKETS = {
 
 /**
  * The charts. `unit` puts a value into words; `most` is the top of the scale, else the highest value
- * is; `lines` takes a history and returns the points of one or two lines, [time, value or null];
+ * is; `lines` takes a history and returns the spans of one or two lines, [from, to, value or null];
  * `note` says something more of the latest status.
  */
 const CHARTS = [
@@ -29,7 +31,7 @@ const CHARTS = [
     title: "Hit rate",
     unit: percent,
     most: 1,
-    lines: (history) => [shareOf(history, "hit_tokens", "prompt_tokens")],
+    lines: (history) => [shareOf(history)],
     note: ({ hit_tokens: hit, prompt_tokens: all }) => all && `${percent(hit / all)} in all`,
   },
   {
@@ -115,28 +117,35 @@ export class Gauges {
   }
 }
 
-/** [time, value] of what each status says; null where it says nothing. */
+/** What each status says, which holds until the next one; null where it says nothing. */
 function valuesOf(history, read) {
-  return history.map(({ status, time }) => [time, read(status) ?? null]);
+  const { status, time } = history.at(-1);
+  return [...spansOf(history, read), [time, time, read(status) ?? null]];
 }
 
-/** [time, value a second] of a total. */
+/** A total's rise a second, by the server's clock: messages may come late, and at once. */
 function rateOf(history, name) {
-  return risesOf(history, (rise, seconds) => rise(name) / seconds);
+  return spansOf(history, (before, after) => {
+    const rise = after[name] - before[name];
+    return rise === 0 ? 0 : rise / (after.time - before.time);
+  });
 }
 
-/** [time, share] of how much of one total's rise another one's was; null where nothing rose. */
-function shareOf(history, part, whole) {
-  return risesOf(history, (rise) => (rise(whole) > 0 ? rise(part) / rise(whole) : null));
+/** How much of the prompts' tokens were hits; null where there was no prompt. */
+function shareOf(history) {
+  return spansOf(history, (before, after) => {
+    const all = after.prompt_tokens - before.prompt_tokens;
+    return all > 0 ? (after.hit_tokens - before.hit_tokens) / all : null;
+  });
 }
 
-/** [time, value] between each status and the one before; null where a total is not told. */
-function risesOf(history, compute) {
+/** [from, to, value] of the time between each status and the next; null where nothing is known. */
+function spansOf(history, compute) {
   return history.slice(1).map(({ status, time }, index) => {
-    const before = history[index];
-    const rise = (name) => (status[name] ?? NaN) - (before.status[name] ?? NaN);
-    const value = compute(rise, (time - before.time) / 1000);
-    return [time, Number.isNaN(value) ? null : value];
+    const { status: before, time: from } = history[index];
+    const unwatched = time - from > UNWATCHED_MS && status.steps !== before.steps;
+    const value = unwatched ? null : compute(before, status);
+    return [from, time, Number.isFinite(value) ? value : null];
   });
 }
 
@@ -168,42 +177,42 @@ class ChartView {
     this.plot = svg("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
       preserveAspectRatio: "none",
-      "aria-hidden": "true",
     });
+    this.top = h("span");
+    const scale = h("div.plot", { "aria-hidden": "true" }, this.plot, this.top, h("span", "0"));
     const heading = h("h3", chart.title);
-    this.element = h("div.card", heading, h("p", this.value, " ", this.note), this.plot);
+    this.element = h("div.card", heading, h("p", this.value, " ", this.note), scale);
   }
 
   show(history, now) {
     const { unit, most, note } = this.#chart;
     const lines = this.#chart.lines(history);
-    const first = Math.min(now - SHORTEST_MS, ...lines.map((points) => points[0]?.[0] ?? now));
-    const values = lines.flat().map(([, value]) => value ?? 0);
-    const last = lines[0].findLast(([, value]) => value !== null);
-    this.value.textContent = last ? unit(last[1]) : "–";
+    const first = Math.min(now - SHORTEST_MS, history[0].time);
+    const highest = Math.max(0, ...lines.flat().map(([, , value]) => value ?? 0));
+    const last = lines[0].findLast(([, , value]) => value !== null);
+    this.value.textContent = last ? unit(last[2]) : "–";
     this.note.textContent = note?.(history.at(-1).status) || "";
-    const top = most ?? Math.max(1e-9, ...values);
+    const top = most ?? highest;
+    this.top.textContent = top ? unit(top) : "";
     replace(
       this.plot,
-      lines.map((points, index) =>
-        svg(`path.line-${index}`, { d: pathOf(points, top, first, now) }),
+      lines.map((spans, index) =>
+        svg(`path.line-${index}`, { d: pathOf(spans, top || 1, first, now) }),
       ),
     );
   }
 }
 
-/** A line through the points, with gaps where there is no value. */
-function pathOf(points, top, first, now) {
-  let drawing = false;
+/** A level line for each span, joined where one follows another; no slope says what nobody knows. */
+function pathOf(spans, top, first, now) {
+  const across = (time) => ((WIDTH * (time - first)) / (now - first)).toFixed(1);
   let path = "";
-  for (const [time, value] of points) {
-    if (value !== null) {
-      const x = (WIDTH * (time - first)) / (now - first);
-      const y = HEIGHT - 2 - (HEIGHT - 4) * Math.min(1, value / top);
-      const place = `${x.toFixed(1)} ${y.toFixed(1)}`;
-      path += drawing ? `L${place}` : `M${place}h0`;
-    }
-    drawing = value !== null;
+  let end = null;
+  for (const [from, to, value] of spans) {
+    if (value === null) continue;
+    const y = (HEIGHT - 2 - (HEIGHT - 4) * Math.min(1, value / top)).toFixed(1);
+    path += `${end === from ? `V${y}` : `M${across(from)} ${y}`}H${across(to)}`;
+    end = to;
   }
   return path;
 }

@@ -33,15 +33,12 @@ export function promptBar(report, { scale = report.prompt_tokens, detailed = fal
   );
 }
 
-/**
- * The colours of a report's bar with what they mean.
- * @param {"ul"|"span"} tag "span" where a list may not stand
- */
-export function legend(report, tag = "ul") {
-  const item = (swatch, text) => h(tag === "ul" ? "li" : "span", h(`span.swatch.${swatch}`), text);
+/** The colours of a report's bar with what they mean. */
+export function legend(report) {
+  const item = (swatch, text) => h("li", h(`span.swatch.${swatch}`), text);
   const has = (encoded) => report.media?.some((span) => (span.source === "encoded") === encoded);
   return h(
-    `${tag}.legend`,
+    "ul.legend",
     totalsOf(report).map(([source, tokens]) =>
       item(classOf(source), `${sourceName(source)}: ${counted(tokens, "token")}`),
     ),

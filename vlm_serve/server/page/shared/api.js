@@ -8,9 +8,10 @@ const KEY_NAME = "vlm-serve-key";
 /** "ok", "gone" (nobody answers) or "key" (it asks for a key, or for another one). */
 export const server = new Value("ok");
 
-/** What is served: {name, sees, limit}. `sees` (whether the model takes pictures) is null and
- * `limit` (bytes of a request) infinite as long as the server has not said. */
-export const served = new Value({ name: "", sees: null, limit: Infinity });
+/** What is served: {names, sees, limit, defaults}, models and adapters by their names. `sees` (whether
+ * the model takes pictures) is null, `limit` (bytes of a request) infinite and `defaults` (of
+ * sampling) undefined as long as the server has not said. */
+export const served = new Value({ names: [], sees: null, limit: Infinity });
 
 /** The API key of this tab: in sessionStorage and in the Authorization header, nowhere else. */
 export function storedKey() {
@@ -73,11 +74,12 @@ export async function requestJson(path, options) {
 /** Asks the server what it serves. @throws what `request` does */
 export async function learnServed() {
   const { data } = await requestJson("/v1/models");
-  const info = { name: data[0].id, sees: null, limit: Infinity };
+  const info = { names: data.map(({ id }) => id), sees: null, limit: Infinity };
   try {
     const model = await requestJson("/get_model_info");
     info.sees = model.has_image_understanding;
     info.limit = model.max_body_bytes ?? Infinity;
+    info.defaults = model.sampling_defaults;
   } catch {
     // A gateway may not have the route; the server then says itself what it does not take.
   }

@@ -15,8 +15,9 @@ export async function copy(text) {
   }
 }
 
-/** Saves a text as a file. */
-export function save(name, type, text) {
+/** Saves a text as a file, which is named by a title. */
+export function save(title, ending, type, text) {
+  const name = `${title.replace(/[^\p{L}\p{N}_-]+/gu, "-")}.${ending}`;
   const url = URL.createObjectURL(new Blob([text], { type }));
   const link = h("a", { href: url, download: name });
   link.click();

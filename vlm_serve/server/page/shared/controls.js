@@ -30,6 +30,9 @@ const PATHS = {
   back: "M12 5l-5 5 5 5",
   forth: "M8 5l5 5-5 5",
   play: "M7 5l8 5-8 5z",
+  code: "M7 5.500 2.500 10 7 14.500M13 5.500l4.500 4.500-4.500 4.500",
+  tex: "M14.500 6.500V4h-9l5 6-5 6h9v-2.500",
+  terminal: "M2.500 4h15v12h-15zM5.500 7.500 8 10l-2.500 2.500M10 12.500h4",
 };
 
 /** The icon of that name; screen readers pass over it. */
@@ -58,6 +61,14 @@ export function field(label, input, hint) {
   if (hint) input.setAttribute("aria-describedby", `${id}-hint`);
   const small = hint && h("small", { id: `${id}-hint` }, hint);
   return h("div.field", h("label", { for: id }, label), input, small);
+}
+
+/** A choice of values; `empty`: what to call the empty one. */
+export function select(values, chosen, empty = "", attributes = {}) {
+  const choices = values.map((value) =>
+    h("option", { value, selected: value === chosen }, value || empty),
+  );
+  return h("select", attributes, choices);
 }
 
 /** An input for files that a button beside it clicks; `onChoose` gets the files. */

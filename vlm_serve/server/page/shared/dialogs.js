@@ -25,6 +25,7 @@ export function dialog(title, contents) {
     });
     document.body.append(shown);
     shown.showModal();
+    shown.querySelector("input, textarea, select, footer button")?.focus();
   });
 }
 
