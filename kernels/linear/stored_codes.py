@@ -4,8 +4,8 @@
 bits and code g / 2 + j in its high ones, so codes of each half stay neighbours. The low four bits
 of 6-bit codes lie the same way. Behind those of a group follow its high two bits, in quarters.
 
-Places in a table lie alike: 2 bits in quarters, 3 bits as 2 with the top ones behind them. They keep
-both levels of scales. Kernels of Triton know no tables: torch multiplies by such weights.
+Places in a table lie alike: 2 bits in quarters, 3 bits as 2 with the top ones behind them. They
+keep both levels of scales. Kernels of Triton know no tables: torch multiplies by such weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vlm_serve.kernels.linear.codes import (
 )
 
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
-"""Bits of a code that lie together, by bits of the code; the lowest first. Groups of each fill whole
-bytes."""
+"""Bits of a code that lie together, by bits of the code; the lowest first. Groups of each fill
+whole bytes."""
 
 
 @dataclass(frozen=True, slots=True)

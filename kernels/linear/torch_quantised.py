@@ -128,7 +128,8 @@ def _expanded(
     deterministic: bool,
 ) -> torch.Tensor:
     """Multiply x `[T, K]` by the expanded weight and add the bias, in the dtype `out`.
-    Some rows at a time if it has a table: on GPUs it would take sixteen times as much as a whole."""
+    Some rows at a time if it has a table: as a whole it would take up to sixteen times as much.
+    """
     wide, rows = x.float(), len(weight.codes)
     step = rows if weight.table is None else max(MIN_COLUMNS, CHUNK_BYTES // (4 * weight.depth))
     parts = [
