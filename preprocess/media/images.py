@@ -99,8 +99,8 @@ _VIDEO_KINDS = (
 _REMEDIES = dict.fromkeys(_VIDEO_KINDS, "send it as a video") | {
     "a TIFF picture": "save its samples with 8 or 16 bits, or as PNG",
     PDF: "a part of the type file takes it",
-    "a HEIC picture": "install vlm-serve[media] to read it",
-    "a HEIF picture": "install vlm-serve[media] to read it",
+    "a HEIC picture": "install pi-heif to read it",
+    "a HEIF picture": "install pi-heif to read it",
     "a JPEG XL picture": "install pillow-jxl-plugin to read it",
 }
 """What helps, by kind of file (`file_kind`)."""

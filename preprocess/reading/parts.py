@@ -163,7 +163,11 @@ def read_file(part: Mapping[str, Any], where: str, conversation: Conversation) -
     if part["type"] == "file":
         part, where = object_of(part.get("file"), f"{where}.file"), f"{where}.file"
     if part.get("file_id") is not None:
-        raise unsupported(f"{where}.file_id", part["file_id"])
+        raise UnsupportedFieldError(
+            f"{where}.file_id is not implemented by this server: send the file in file_data",
+            param=f"{where}.file_id",
+            code="unsupported_field",
+        )
     source = "file_data" if part.get("file_url") is None else "file_url"
     data, place = text_of(part, source, where), f"{where}.{source}"
     if source == "file_url" and data[:5].lower() != "data:":

@@ -138,7 +138,7 @@ def test_metrics_of_the_engine(fake: RunningServer) -> None:
     assert found["state_snapshots_saved_total media"] == 3
     assert found["cache_evictions_total kv"] == 1
     assert (found["held_bytes kv"], found["held_bytes grammars"]) == (6, 0)
-    assert found["held_bytes responses"] == 0
+    assert 0 <= found["held_bytes responses"] <= 64 << 20
     assert found["num_requests_joined"] == 3
     joined = [found[f"prefix_cache_joined_{name}_total"] for name in ("requests", "tokens")]
     assert joined == [4, 640] and found["prefix_cache_joined_seconds_total"] == 0.25

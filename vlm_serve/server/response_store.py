@@ -161,9 +161,13 @@ class ResponseStore:
         account.hold(turn)
         self._shrink(account, self.max_bytes, turn)
         accounts = sorted(self._accounts.values(), key=lambda each: -each.num_bytes)
+        excess = sum(each.num_bytes for each in accounts) - ALL_KEYS * self.max_bytes
         for each in accounts:
-            excess = sum(each.num_bytes for each in accounts) - ALL_KEYS * self.max_bytes
-            self._shrink(each, each.num_bytes - max(excess, 0), turn)
+            if excess <= 0:
+                break
+            before = each.num_bytes
+            self._shrink(each, before - excess, turn)
+            excess -= before - each.num_bytes
 
     def _shrink(self, account: _Account, limit: int, turn: Turn) -> None:
         """Drop an account's oldest responses down to the limit, but not this turn."""

@@ -115,7 +115,7 @@ def test_noise_has_no_name() -> None:
 
 def test_heic_is_read_where_its_package_is() -> None:
     if "HEIF" not in plugins():
-        with pytest.raises(MediaError, match=r"a HEIC picture; install vlm-serve\[media\]"):
+        with pytest.raises(MediaError, match="a HEIC picture; install pi-heif"):
             decode_image(base64.b64decode(HEIC), LIMITS)
         return
     picture = decode_image(base64.b64decode(HEIC), LIMITS)

@@ -139,8 +139,6 @@ def test_every_list_and_object_of_a_request_is_bounded(model: type[BaseModel]) -
         '{"a": 1}'.encode("utf-16-le"),
         '{"a": 1}'.encode("utf-32"),
         b'{"a": "\xed\xa0\x80"}',
-        b'{"a": "\\ud800"}',
-        b'{"a": "\\ud800\\\\\\udc00"}',
         b'{"a": "\xff"}',
         b'{"a": NaN}',
         b'{"a": -Infinity}',
