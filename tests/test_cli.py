@@ -392,6 +392,12 @@ def test_the_help_begins_with_what_one_types(capsys: pytest.CaptureFixture[str])
         assert "examples:" in lines[:4]
 
 
+def test_the_command_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0 and "serve a model over HTTP" in capsys.readouterr().out
+
+
 def test_the_help_of_one_group_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--help", "adapters"])

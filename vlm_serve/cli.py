@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     complete_if_asked(parser)
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given or ["--help"])
     try:
         if options.run in (run_serve, run_deploy, run_batch, run_video_qa, run_eval, run_chat):
             check_process_limits()

@@ -52,11 +52,17 @@ _SHOWN = 60
 _LARGEST = torch.finfo(torch.float32).max
 _PATTERN_SECONDS = 5.0
 """Processor time for patterns. A request to load an adapter must not outlast a server's end."""
-_HARMLESS = """alpha_pattern arrow_config auto_mapping base_model_name_or_path bias corda_config
-    eva_config exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern
-    layers_to_transform loftq_config lora_alpha lora_dropout lora_ga_config megatron_config
-    megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern
-    revision runtime_config target_modules target_parameters task_type use_rslora"""
+_HARMLESS = frozenset(
+    (
+        *("alpha_pattern", "arrow_config", "auto_mapping", "base_model_name_or_path", "bias"),
+        *("corda_config", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+        *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config"),
+        *("lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core"),
+        *("modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+        *("revision", "runtime_config", "target_modules", "target_parameters", "task_type"),
+        *("use_rslora",),
+    )
+)
 """Fields that are read below, or that matter to training alone."""
 _REFUSED = {
     "use_dora": "DoRA",
@@ -377,7 +383,7 @@ def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
             f"save the adapter with path_initial_model_for_weight_conversion{_MERGE}"
         )
     for name, value in raw.items():
-        if name not in _HARMLESS.split() and name not in _REFUSED and value:
+        if name not in _HARMLESS and name not in _REFUSED and value:
             raise CheckpointError(
                 f"{CONFIG_FILE}: {name[:_SHOWN]} is set, and is not supported{_help(name)}"
             )
