@@ -22,7 +22,7 @@ from common.limits import Limits
 from common.machine import add_isa_argument, describe, run_as
 
 from vlm_serve.kernels.linear import Linear, dense
-from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
+from vlm_serve.kernels.linear.codes import IQ4_VALUES, Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
 from vlm_serve.system.host_memory import retain_freed_memory
@@ -34,13 +34,15 @@ FEW = 8
 @dataclass(frozen=True)
 class Kind:
     """A format and its arithmetic: bits 16 are bfloat16, and 0 e4m3 in blocks of 128. `wide` scales
-    are bfloat16, where quantising makes smaller ones; `float4` ones are those of e2m1 codes."""
+    are bfloat16, where quantising makes smaller ones; `float4` ones are those of e2m1 codes. With a
+    `table` the codes are llama.cpp's IQ4."""
 
     name: str
     bits: int
     dynamic: bool = False
     wide: bool = False
     float4: torch.dtype | None = None
+    table: bool = False
 
     def make(self, columns: int, depth: int) -> Linear:
         if self.bits == 16:
@@ -51,6 +53,11 @@ class Kind:
             ones, factors = torch.ones(columns, depth // group), torch.full((columns,), 2.0**-6)
             numbers = IntegerCodes(codes, ones.to(self.float4), None, 4, group, factors, True)
             return PackedCodes.of([numbers], columns, depth, dynamic=self.dynamic)
+        if self.table:
+            codes = torch.randint(16, (columns, depth), dtype=torch.uint8)
+            halves = torch.full((columns, depth // 32), 0.01, dtype=torch.float16)
+            places = IntegerCodes(codes, halves, None, 4, 32, table=IQ4_VALUES)
+            return PackedCodes.of([places], columns, depth, dynamic=self.dynamic)
         if self.bits:
             group = GROUPS[self.bits][0]
             codes = torch.randint(1 << self.bits, (columns, depth), dtype=torch.uint8)
@@ -78,6 +85,8 @@ KINDS = (
     Kind("nvfp4 exact", 4, float4=torch.float8_e4m3fn),
     Kind("nvfp4 dynamic", 4, dynamic=True, float4=torch.float8_e4m3fn),
     Kind("mxfp4 dynamic", 4, dynamic=True, float4=torch.float8_e8m0fnu),
+    Kind("iq4 exact", 4, table=True),
+    Kind("iq4 dynamic", 4, dynamic=True, table=True),
     Kind("fp8 exact", 0),
 )
 
