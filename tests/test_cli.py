@@ -195,7 +195,6 @@ def test_a_bad_flag_is_a_usage_error(
         (["nothing"], "there is no command 'nothing': serve, deploy, plan, "),
         (["serve", "--help", "cach"], "there is no group 'cach'; did you mean cache?"),
         (["serve", "--gpu-memory-utilization", "0.9"], "here it is --cache-memory SIZE"),
-        ([], "required: COMMAND"),
     ],
 )
 def test_what_is_not_there_is_named_in_one_line(

@@ -26,6 +26,8 @@ from vlm_serve.errors import ConfigError, VlmServeError
 
 ROOT = Path(__file__).parents[2]
 STAR = ROOT / "examples" / "media" / "star.png"
+ESCAPED = str(STAR).replace(" ", "\\ ")
+"""As a terminal writes a dragged file, wherever this checkout lies."""
 DEMO = ROOT / "vlm_serve" / "demo" / "dense"
 GREEDY: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0}
 
@@ -75,9 +77,9 @@ def test_a_conversation_has_a_history(
 @pytest.mark.parametrize(
     "line",
     [
-        f"{STAR} What color is it?",
+        f"{ESCAPED} What color is it?",
         f"'{STAR}' What color is it?",
-        f"What color is it? file://{STAR}",
+        f"What color is it? {STAR.as_uri()}",
     ],
 )
 def test_pictures_are_dragged_into_a_line(talk: Conversation, model: Kept, line: str) -> None:
@@ -100,7 +102,7 @@ def test_paths_with_spaces_and_of_other_files(tmp_path: Path) -> None:
 
 def test_media_are_attached_to_the_next_question(talk: Conversation, model: Kept) -> None:
     talk.take(f"/image {STAR}")
-    talk.take(str(STAR))
+    talk.take(ESCAPED)
     talk.take(f"/video {STAR.parent / 'change.mp4'}")
     assert not model.asked
     talk.take("What is it?")
@@ -124,7 +126,7 @@ def test_adapters_are_chosen(
 
 
 def test_a_conversation_is_saved(talk: Conversation, tmp_path: Path) -> None:
-    talk.take(f"{STAR} What color is it?")
+    talk.take(f"{ESCAPED} What color is it?")
     talk.take(f"/save {tmp_path / 'talk.json'}")
     messages = json.loads((tmp_path / "talk.json").read_text())
     assert [message["role"] for message in messages] == ["user", "assistant"]
@@ -157,7 +159,7 @@ def test_an_error_loses_neither_history_nor_media(
     talk.take(f"/image {STAR}")
     (tmp_path / "text.png").write_text("no picture")
     with pytest.raises(VlmServeError, match="text.png: not an image"):
-        talk.take(f"{tmp_path / 'text.png'} What is it?")
+        talk.take(f"'{tmp_path / 'text.png'}' What is it?")
     with pytest.raises(VlmServeError, match="/clear begins anew"):
         talk.take("word " * 40000)
     talk.take("What color is it?")
