@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -407,7 +408,7 @@ def test_the_help_of_one_group_is_short(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.processes
 def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
-    command = f"{sys.executable} -m vlm_serve models | true; echo ${{PIPESTATUS[0]}}"
+    command = f"{shlex.quote(sys.executable)} -m vlm_serve models | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60
     )
