@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
-from common import CLIENT, KEY, MODEL, URL, holds, step
-
-
-def ran(*command: str, **settings: str) -> str:
-    """Run a command without a terminal; return what it printed."""
-    made = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        env={**os.environ, **settings},
-    )
-    assert made.returncode == 0, made.stdout[-1500:]
-    return made.stdout
+from common import CLIENT, KEY, MODEL, URL, holds, ran, step
 
 
 def aider() -> None:

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
-from common import CLIENT, KEY, MODEL, ROOT_URL, URL, holds, step
+from common import CLIENT, KEY, MODEL, ROOT_URL, URL, holds, ran, step
 
 TOKENIZER = os.environ["TOKENIZER"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-
-
-def ran(*command: str, **settings: str) -> str:
-    """Run a command; return what it printed."""
-    made = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        env={**os.environ, **settings},
-    )
-    assert made.returncode == 0, made.stdout[-2500:]
-    return made.stdout
 
 
 def lm_eval() -> None:

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
-from common import CLIENT, KEY, MODEL, ROOT_URL, URL, holds, step
+from common import CLIENT, KEY, MODEL, ROOT_URL, URL, holds, ran, step
 
 WORDS = ("one", "two")
 LIMITS = {"context": 131072, "output": 2048}
-
-
-def ran(*command: str, **settings: str) -> str:
-    """Run a command without a terminal; return what it printed."""
-    made = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        env={**os.environ, **settings},
-    )
-    assert made.returncode == 0, made.stdout[-1500:]
-    return made.stdout
 
 
 def turns(name: str, command: list[str], going_on: list[str], ask: str, **settings: str) -> None:
