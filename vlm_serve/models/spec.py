@@ -15,6 +15,7 @@ import torch
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.cache_layout import CacheLayout, Pool
+from vlm_serve.models.classifier import Classifier
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weights import Weights
@@ -229,6 +230,11 @@ class ModelSpec:
     quantization: QuantScheme | None = None
     defaulted: Mapping[str, str] = field(default_factory=dict, compare=False)
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def classifier(self) -> Classifier | None:
+        """The head that labels prompts; None: the model generates."""
+        return Classifier.of(self.config)
 
     @cached_property
     def routing(self) -> Routing | None:

@@ -38,7 +38,7 @@ def with_task(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     Raises:
         ConfigError: the model has no head for it, or it cannot be combined with other options.
     """
-    labels, task = Classifier.of(spec.config) is not None, config.task
+    labels, task = spec.classifier is not None, config.task
     if task == ("generate" if labels else "classify"):
         kind = "a classifier, which generates no answers" if labels else "no classifier"
         named = f"the checkpoint's architectures {spec.config.get('architectures')} name {kind}"
@@ -71,9 +71,8 @@ def pooled_tokens(
         return None
     if config.task == "embed":
         return ()
-    classifier = Classifier.of(spec.config)
-    if classifier is not None:
-        return len(classifier.labels)
+    if spec.classifier is not None:
+        return len(spec.classifier.labels)
     tokenizer, token_ids = Tokenizer(path), []
     for word in JUDGEMENTS:
         ids = tokenizer.encode(word)
@@ -88,8 +87,7 @@ def pooled_tokens(
 
 def head_rows(config: EngineConfig, spec: ModelSpec) -> int | None:
     """Return `weight_bytes`'s `head_rows` for the engine's task."""
-    classifier = Classifier.of(spec.config)
-    labels = 0 if classifier is None else len(classifier.labels)
+    labels = 0 if spec.classifier is None else len(spec.classifier.labels)
     return {"embed": 0, "rerank": len(JUDGEMENTS), "classify": labels}.get(config.task)
 
 
@@ -114,7 +112,7 @@ def embedding_of(hidden: Vector, dimensions: int | None = None, *, unit: bool = 
 
 def scoring(spec: ModelSpec, activated: bool | None = None) -> Callable[[Vector], float]:
     """Return `score_of` for a model. Raises InvalidRequestError if it has several labels."""
-    head = Classifier.of(spec.config)
+    head = spec.classifier
     if head is not None and len(head.labels) != 1:
         raise InvalidRequestError(f"the model has {len(head.labels)} labels: use /classify")
     return partial(score_of, head=head, activated=activated is not False)

@@ -407,7 +407,7 @@ async def classify(service: Service, request: Request) -> Response:
     """Label texts and token ids as they are, or a conversation. It raises as `respond` does."""
 
     def parsed(body: ClassifyRequest, value: Any, scope: KeyScope) -> tuple[Sequence[Work], Make]:
-        head = Classifier.of(service.engine.spec.config)
+        head = service.engine.spec.classifier
         assert head is not None, "the task says so"
         value = {"add_generation_prompt": False} | value
         work = embedding_work(service, body, value, scope)
@@ -434,7 +434,7 @@ async def _answer(
     parsed: Callable[[B, Any, KeyScope], tuple[Sequence[Work], Make]],
 ) -> Response:
     arrival, served = time.monotonic(), service.engine.config.task
-    head = Classifier.of(service.engine.spec.config) if served == "classify" else None
+    head = service.engine.spec.classifier if served == "classify" else None
     if served != task and (head is None or task != "rerank"):
         raise InvalidRequestError(
             f"this route needs a server that was started with --task {task}, and this one has "
