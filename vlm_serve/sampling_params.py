@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.options.declared import explains_keywords
+from vlm_serve.options.declared import explains_keywords, plain_number
 from vlm_serve.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 1000
@@ -254,7 +254,7 @@ class SamplingParams:
             given = value
             if option.kind.startswith("tuple"):
                 value = _entries(value, option.default)
-            value = _plain(value)
+            value = plain_number(value)
             if value is not given:
                 object.__setattr__(self, option.name, value)
             if value is not None:
@@ -301,12 +301,7 @@ def _entries(value: Any, default: Any) -> Any:
     """Return a list's entries as a tuple; a text is the only entry of its list."""
     if value is None:
         return default
-    return (value,) if isinstance(value, str) else tuple(map(_plain, value))
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of numpy's or torch's as Python's; anything else stays as it is."""
-    return value.item() if getattr(value, "shape", None) == () else value
+    return (value,) if isinstance(value, str) else tuple(map(plain_number, value))
 
 
 def _check(option: SamplingOption, value: Any) -> None:

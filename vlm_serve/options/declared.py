@@ -134,9 +134,7 @@ class Option:
         """
         if value is None and self.default is None:
             return None
-        if getattr(value, "shape", None) == ():
-            value = value.item()  # A number of numpy's or torch's.
-        value = self._typed(value)
+        value = self._typed(plain_number(value))
         if self.choices and value not in self.choices:
             raise self._bad(value, "one of " + ", ".join(str(choice) for choice in self.choices))
         if self.low is not None and not value >= self.low:  # Also catches NaN.
@@ -173,6 +171,11 @@ class Option:
 
     def _bad(self, value: Any, wanted: str) -> ConfigError:
         return ConfigError(f"{self.name} must be {wanted}, got {value!r}", param=self.name)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy's or torch's as Python's; anything else stays as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 _EXPLAINED: dict[str, Collection[str]] = {}
