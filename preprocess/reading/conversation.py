@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -174,5 +174,10 @@ class Conversation:
     @property
     def functions(self) -> dict[str, Any]:
         """Schemas of the tools' parameters, by function name."""
-        functions = [tool.get("function", tool) for tool in self.tools]
-        return {function["name"]: function.get("parameters") for function in functions}
+        return schemas_of(self.tools)
+
+
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the schemas of the parameters of valid tools, by function name."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {function["name"]: function.get("parameters") for function in functions}

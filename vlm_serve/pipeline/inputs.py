@@ -85,12 +85,6 @@ def returned(result: _T | Exception) -> _T:
     return result
 
 
-def schemas_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of the parameters of valid tools, by function name."""
-    functions = [tool.get("function", tool) for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions}
-
-
 def listed(ended: Iterable[tuple[int, _T]]) -> list[_T]:
     """Return results that come with their indices in the order of these."""
     results = dict(ended)

@@ -33,7 +33,6 @@ from vlm_serve.pipeline.inputs import (
     only,
     params_for,
     returned,
-    schemas_of,
     settled,
     shown,
 )
@@ -43,6 +42,7 @@ from vlm_serve.pipeline.output import TextForm
 from vlm_serve.pipeline.requests import FormOf, Job, Requests, whole
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import schemas_of
 from vlm_serve.preprocess.text.pooled_prompts import (
     Content,
     contents_of,
@@ -450,7 +450,8 @@ class Pipeline:
 
         def form_of(prompt: Prompt) -> TextForm:
             schemas = schemas_of(options.get("tools") or ())
-            form = TextForm(None, continued, schemas or None, self._traits.tool_form)
+            tools = {name: schema or {} for name, schema in schemas.items()} or None
+            form = TextForm(None, continued, tools, self._traits.tool_form)
             return self._requests.form_of(prompt, form)
 
         return form_of
