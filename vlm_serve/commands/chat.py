@@ -26,7 +26,7 @@ _PATHS = ("./", "../", "/", "~", "ollama:")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked, and how.
+    """The question of a `chat`, and how it is answered.
 
     Attributes:
         question: None: the lines of a conversation, or all of standard input if it is no terminal.
@@ -81,11 +81,11 @@ def chat_with_server(
     base_url: str, api_key: str | None, asked: Asked, model: str | None = None
 ) -> int:
     """Answer with a running server; return the exit status. Raises VlmServeError."""
-    served = ServedModel(base_url, api_key, None, _params(asked))
+    served = ServedModel(base_url, api_key, _params(asked))
     if model is not None and model not in served.names and asked.question is None:
-        asked, model = dataclasses.replace(asked, question=model), None
-    if model is not None:
-        served = ServedModel(base_url, api_key, model, _params(asked))
+        asked = dataclasses.replace(asked, question=model)
+    elif model is not None:
+        served.choose(model)
     return _talk(served, asked, *asked_of(asked))
 
 

@@ -71,15 +71,12 @@ class ServedModel:
 
     Args:
         base_url: its address; `/v1` is added to one without a path.
-        name: the model that answers; None: the first one of the server.
         params: as for LocalModel.
 
-    Raises VlmServeError for an address where no such server answers, or no such model.
+    Raises VlmServeError for an address where no such server answers.
     """
 
-    def __init__(
-        self, base_url: str, api_key: str | None, name: str | None, params: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, base_url: str, api_key: str | None, params: Mapping[str, Any]) -> None:
         address = base_url if "://" in base_url else f"http://{base_url}"
         self._address = address.rstrip("/") + "/v1" * (urlsplit(address).path in ("", "/"))
         self._headers = {"Content-Type": "application/json"}
@@ -89,11 +86,15 @@ class ServedModel:
         with self._opened("models") as answer:
             listed = _parsed(answer.read()).get("data") or ()
         self.names: Sequence[str] = [str(entry["id"]) for entry in listed]
-        if name is not None and name not in self.names:
+        self.name = next(iter(self.names), "")
+
+    def choose(self, name: str) -> None:
+        """Have a model answer in place of the first one. Raises ModelNotFoundError."""
+        if name not in self.names:
             raise ModelNotFoundError(
                 f"{self._address} has no model {name!r}, but {', '.join(self.names)}"
             )
-        self.name = name or next(iter(self.names), "")
+        self.name = name
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Delta]:
         body = {

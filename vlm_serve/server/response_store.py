@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from vlm_serve.server.failover.attempt import Attempt, new_token
@@ -160,14 +161,16 @@ class ResponseStore:
         turn.name = response_id
         account.hold(turn)
         self._shrink(account, self.max_bytes, turn)
-        accounts = sorted(self._accounts.values(), key=lambda each: -each.num_bytes)
-        excess = sum(each.num_bytes for each in accounts) - ALL_KEYS * self.max_bytes
-        for each in accounts:
-            if excess <= 0:
-                break
+        excess = sum(map(attrgetter("num_bytes"), self._accounts.values()))
+        excess -= ALL_KEYS * self.max_bytes
+        if excess <= 0:
+            return
+        for each in sorted(self._accounts.values(), key=attrgetter("num_bytes"), reverse=True):
             before = each.num_bytes
             self._shrink(each, before - excess, turn)
             excess -= before - each.num_bytes
+            if excess <= 0:
+                return
 
     def _shrink(self, account: _Account, limit: int, turn: Turn) -> None:
         """Drop an account's oldest responses down to the limit, but not this turn."""

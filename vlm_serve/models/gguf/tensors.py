@@ -128,10 +128,8 @@ class GgufTensors:
         self._coded: dict[str, str] = {}
         self._columns: dict[str, str] = {}
         self._files: dict[str, GgufFile] = {}
-        self.nbytes = 0
         for file, tensors in parts:
             self._files |= dict.fromkeys(file.tensors, file)
-            self.nbytes = sum(each.nbytes for each in set(self._files.values()))
             for name, recipe in tensors.items():
                 self._recipes[name] = file, recipe
                 kind = file.tensors[recipe.source].type
@@ -139,6 +137,7 @@ class GgufTensors:
                     self._coded[blocks_of(name, kind)] = name
                     if recipe.columns is not None:
                         self._columns[columns_of(name)] = name
+        self.nbytes = sum(file.nbytes for file in set(self._files.values()))
 
     def names(self) -> Iterable[str]:
         """Return the names of all tensors."""
