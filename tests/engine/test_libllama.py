@@ -24,7 +24,7 @@ CASES += [(family, ["Q4_K"]) for family in ("qwen3_5", "qwen3_moe")]
 )
 @pytest.mark.parametrize(("family", "kinds"), CASES)
 def test_the_next_token(family: str, kinds: list[str]) -> None:
-    """It quantises activations beside blocks, which is most of the difference."""
+    """libllama quantises activations beside blocks, which is most of the difference."""
     command = [sys.executable, "benchmarks/gguf_files.py", "--families", family, "--types", *kinds]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     rows = [row.split(" | ") for row in done.stdout.splitlines()[2:]]

@@ -306,7 +306,7 @@ def test_white_space_behind_the_mark_is_enforced(
 def test_a_token_may_reach_beyond_the_mark(
     compiler: GrammarCompiler, tokenizer: Tokenizer, token: bytes, forced: bytes
 ) -> None:
-    """Where it has begun with something else already, nothing is put before that."""
+    """Nothing is put before an answer that has begun with something else already."""
     grammar = compiler.compile(StructuredOutputs(regex="a*b"), b"</think>\n\n")
     state = GrammarState(grammar, lambda at: token if at < 0 else tokenizer.token_bytes(at), WIDTH)
     state.accept(-1)

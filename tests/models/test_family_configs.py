@@ -334,7 +334,7 @@ def test_the_kind_of_an_unknown_type_is_told_by_its_fields(
 
 @pytest.mark.parametrize("kind", ["vl", "vl moe", "dense", "moe, three value heads, four kv heads"])
 def test_a_language_model_alone_is_that_of_the_whole(kind: str) -> None:
-    """As trainers save it: by its own type, or by the whole's with the fields of the section."""
+    """Trainers save it so: by its own type, or by the whole's with the fields of the section."""
     whole = config_of(SPECS[kind])
     expected, text = spec_of(whole), dict(whole["text_config"])
     text["tie_word_embeddings"] = whole["tie_word_embeddings"]

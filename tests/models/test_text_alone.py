@@ -55,7 +55,7 @@ def test_text_is_answered_as_by_the_whole_model(tmp_path: Path, name: str, shard
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", ["dense", "vl", "vl moe"])
 def test_the_section_of_text_is_a_model(tmp_path: Path, name: str, flat: bool) -> None:
-    """By its own type, or by the whole's."""
+    """The file names its own type, or the whole's."""
     whole = make_checkpoint(tmp_path / "whole", SPECS[name])
     path = without_tower(make_checkpoint(tmp_path / "text", SPECS[name]))
     raw = json.loads((path / "config.json").read_text())

@@ -86,7 +86,7 @@ def test_a_notebook_shows_one_line(pipe: Pipeline) -> None:
 
 
 def test_a_forked_child_is_told_at_once(pipe: Pipeline) -> None:
-    """Its threads stayed with the parent, so it would wait for ever."""
+    """The threads stayed with the parent, so it would wait for ever."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover

@@ -35,7 +35,7 @@ def test_a_port_in_use_is_told_how_to_choose_another() -> None:
 
 @pytest.mark.parametrize("names", [(), ("other", "mine")])
 def test_an_adapter_with_a_name_of_the_model_is_refused_at_once(names: tuple[str, ...]) -> None:
-    """Before, the model answered in its place."""
+    """The model answered in its place before."""
     model = names[-1] if names else "demo"
     engine, server = (
         EngineConfig(lora_modules=(f"{model}=/x",)),

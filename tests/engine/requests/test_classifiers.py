@@ -55,7 +55,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, kind: str, tied: boo
 
 
 def test_one_label_scores_pairs(tmp_path: Path) -> None:
-    """As a converted Qwen3-Reranker, whose head is the difference of two rows."""
+    """The head is that of a converted Qwen3-Reranker, the difference of two rows."""
     path = make_classifier(tmp_path, SPECS["qwen3"], ["LABEL_0"])
     for task in ("auto", "rerank", "classify"):
         with Pipeline(path, EngineConfig(task=task, **PLAIN)) as pipe:
@@ -108,7 +108,7 @@ def head(**fields: Any) -> Classifier:
     ],
 )
 def test_what_makes_probabilities(fields: dict[str, Any], activation: str) -> None:
-    """As vLLM's poolers decide."""
+    """vLLM's poolers decide alike."""
     found, wide = head(**fields), torch.tensor([0.5, -800.0, 700.0])
     assert found.activation == activation
     expected = {

@@ -28,7 +28,7 @@ KINDS = ("Transformer", "Pooling", "Normalize")
 
 
 def write_files(path: Path, *kinds: str, pooling: Any = None, **named: Any) -> Path:
-    """As sentence-transformers saves them; of tokens, `<|im_end|>` ends every text."""
+    """Write them as sentence-transformers does; of tokens, `<|im_end|>` ends every text."""
     folders = ["" if kind == "Transformer" else f"{at}_{kind}" for at, kind in enumerate(kinds)]
     modules = [
         {"idx": at, "name": str(at), "path": folder, "type": f"sentence_transformers.models.{kind}"}

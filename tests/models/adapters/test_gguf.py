@@ -48,7 +48,7 @@ def converted(folder: Path) -> Tensors:
 def write(
     target: Path, tensors: Mapping[str, torch.Tensor], alpha: float | None = 8.0, kind: str = "lora"
 ) -> Path:
-    """As convert_lora_to_gguf.py does."""
+    """Write what convert_lora_to_gguf.py does."""
     writer = gguf.GGUFWriter(target, "qwen3")
     writer.add_type("adapter")
     writer.add_string("adapter.type", kind)

@@ -40,7 +40,7 @@ def test_one_block(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_memory_is_at_most_twice_the_files(name: str) -> None:
-    """With compiled code; IQ1_M takes 2.04 times as much, and a row a number for itself."""
+    """Compiled code is meant; IQ1_M takes 2.04 times as much, and a row a number for itself."""
     kind, depth = BY_NAME[name], 4096
     bits = Blocks(kind).nbytes(32, depth) / (32 * depth) * 8
     assert bits <= (2.05 if name == "IQ1_M" else 2) * 8 * kind.nbytes / kind.values

@@ -37,7 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pulled(models: Path, name: str, **layers: Path) -> Path:
-    """What `ollama pull` leaves: a manifest, and a blob for each layer."""
+    """Write what `ollama pull` leaves: a manifest, and a blob for each layer."""
     entries = []
     for number, (kind, source) in enumerate(layers.items()):
         digest = f"{name.encode().hex():0>62}{number:02}"[-64:]

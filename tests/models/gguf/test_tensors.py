@@ -291,7 +291,7 @@ def test_yarns_attention_factor_is_computed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_factors_beside_weights(family: str, tmp_path: Path) -> None:
-    """As converters of NVFP4 write them: one for a weight, or one for each expert."""
+    """Converters of NVFP4 write them so: one for a weight, or one for each expert."""
     spec = replace(next(iter(FAMILIES[family].values())), **WIDE)
     checkpoint = make_checkpoint(tmp_path / "model", spec)
     config, tensors = read(checkpoint)

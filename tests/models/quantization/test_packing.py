@@ -265,7 +265,7 @@ def test_float8_in_groups_along_a_row() -> None:
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_what_is_repacked_for_marlin_is_refused(kind: str) -> None:
-    """Its words of 16 x 16 tiles have another shape than those of either writer."""
+    """Marlin's words of 16 x 16 tiles have another shape than those of either writer."""
     format_, tensors, _ = gptq(4) if kind == "gptq" else awq()
     tensors["w.qweight"] = tensors["w.qweight"].reshape(DEPTH // 16, ROWS * 2)
     with pytest.raises(CheckpointError, match="w.qweight has shape"):

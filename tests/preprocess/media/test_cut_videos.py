@@ -58,7 +58,7 @@ def record(name: str, container: str) -> bytes:
 
 
 def without_first(data: bytes, container: str, count: int = 7) -> bytes:
-    """What `ffmpeg -c copy` writes that began behind so many frames."""
+    """Write what `ffmpeg -c copy` does that began behind so many frames."""
     buffer = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format=container) as output:
         stream = output.add_stream_from_template(source.streams.video[0])
@@ -70,7 +70,7 @@ def without_first(data: bytes, container: str, count: int = 7) -> bytes:
 
 
 def plain(data: bytes) -> list[Picture]:
-    """What a decoder gives that goes on after errors, from the first key frame on."""
+    """Return what a decoder gives that goes on after errors, from the first key frame on."""
     found: list[Picture] = []
     with av.open(io.BytesIO(data)) as source:
         context = source.streams.video[0].codec_context
@@ -131,7 +131,7 @@ def test_a_stream_may_be_cut_at_any_byte(name: str) -> None:
 
 
 def test_a_whole_file_with_marks_that_lie_keeps_its_beginning() -> None:
-    """Its first frame is not said to be a key frame, but is one."""
+    """The first frame is not said to be a key frame, but is one."""
     data, buffer = record("H.264", "matroska"), io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format="matroska") as output:
         stream = output.add_stream_from_template(source.streams.video[0])
@@ -220,7 +220,7 @@ def test_what_decodes_is_shown_and_counted(preprocessor: Preprocessor) -> None:
 
 
 def test_a_stream_that_was_joined_late_grows(preprocessor: Preprocessor) -> None:
-    """On the grid, the longer recording keeps the patches of the shorter one."""
+    """The longer recording keeps the patches of the shorter one on the grid."""
     data = record("H.264", "mpegts")[188 * 20 + 50 :]
     grid = {"sampling": "fps_grid", "sample_fps": 10, "max_frame_pixels": 4096}
     hashes = []

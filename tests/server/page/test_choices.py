@@ -198,7 +198,7 @@ def test_a_conversation_may_turn_a_text_of_the_defaults_off(visit: Visit) -> Non
 
 
 def test_what_is_stored_as_defaults_may_be_anything(visit: Visit) -> None:
-    """By another version of the page, say."""
+    """Another version of the page may have written it."""
     page = visit.page
     for stored in ("{", "null", "[]", '{"temperature": 5, "tools": {}}'):
         page.evaluate("(text) => localStorage.setItem('vlm-serve-defaults', text)", stored)

@@ -182,7 +182,7 @@ CHARTS = """(told) => import("/live/gauges.js").then(({Gauges}) => {
 def status(
     age: float, steps: int, hit: int, prompt: int, told: float | None = None
 ) -> dict[str, Any]:
-    """What the server says of itself `age` seconds ago; `told`: when the page had it."""
+    """Return what the server says of itself `age` seconds ago; `told`: when the page had it."""
     latency = {"p50": None, "p99": None}
     return {
         "age_seconds": age if told is None else told,

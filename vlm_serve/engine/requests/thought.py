@@ -33,7 +33,7 @@ class Thought:
 
 
 class ThoughtState:
-    """Where one choice stands: before, inside or behind its thought, or in white space behind it.
+    """The place of one choice: before, inside or behind its thought, or in white space behind it.
 
     Args:
         thought: how the answer may think.

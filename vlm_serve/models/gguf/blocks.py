@@ -135,7 +135,7 @@ def _iq4_xs(blocks: torch.Tensor) -> IntegerCodes:
 
 
 def _nvfp4(blocks: torch.Tensor) -> IntegerCodes:
-    """Scales are e4m3 numbers without a sign; the largest code is 0. A signed one is no number."""
+    """Read scales as e4m3 numbers without a sign: the largest code is 0, a signed one no number."""
     stored = blocks[..., :4]
     kept = torch.where(stored < 127, stored, (stored > 127).to(torch.uint8) * 127)
     scales = kept.flatten(1).view(torch.float8_e4m3fn)

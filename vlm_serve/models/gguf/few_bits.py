@@ -123,7 +123,7 @@ def _iq3_s(blocks: torch.Tensor) -> IntegerCodes:
 
 
 def _iq1_s(blocks: torch.Tensor) -> IntegerCodes:
-    """Where the eighth is subtracted, scale and values are negated."""
+    """Negate scale and values where the eighth is subtracted."""
     words = _words(blocks[..., 34:], torch.int16)
     places = blocks[..., 2:34] | _fields(words, 3, 7, 4).flatten(-2) << 8
     codes = _grid("IQ1")[places].view(len(blocks), -1, 32)

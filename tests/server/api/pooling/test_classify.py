@@ -74,7 +74,7 @@ def test_a_conversation_is_labelled_without_another_turn(classifier: Served) -> 
 
 @pytest.mark.parametrize("ids", [[9, 8, 7, 5, 5], [5, 9, 5, 8], [5, 5, 5]])
 def test_padding_at_the_end_is_passed_over(classifier: Served, ids: list[int]) -> None:
-    """Of one prompt, as transformers does it."""
+    """One prompt has those of transformers."""
     server, _, path = classifier
     body = ok(server.post("/classify", {"input": ids}))
     expected = logits(path, ids).softmax(0)

@@ -251,7 +251,7 @@ USER: dict[str, Any] = {"role": "user", "content": "hi"}
 def test_the_default_server_stores_a_response_and_finds_its_items(
     fake: RunningServer, more: dict[str, Any], stream: bool
 ) -> None:
-    """As @ai-sdk/openai asks; without keys an id of 128 random bits is the only secret."""
+    """@ai-sdk/openai asks so; without keys an id of 128 random bits is the only secret."""
     body = {"input": [USER | {"id": "msg_mine"}], "stream": stream} | more
     if stream:
         events = fake.post("/v1/responses", body).text.split("\n\n")
