@@ -282,6 +282,10 @@ class TensorFile(Protocol):
         """Return the names of all tensors."""
         ...
 
+    def source(self, name: str) -> str:
+        """Return what the file itself calls a tensor; several names may stand for one."""
+        ...
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         ...
@@ -310,6 +314,10 @@ class SafetensorsFile:
         """Return the names of all tensors."""
         names: Iterable[str] = self._handle.keys()  # type: ignore[no-untyped-call]
         return names
+
+    def source(self, name: str) -> str:
+        """Return the name, by which the file has it."""
+        return name
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""

@@ -257,8 +257,10 @@ class Weights:
         return whole.to(self.device).view(count, -1, whole.shape[1])
 
     def tell_unread(self) -> None:
-        """Log which tensors of the files were not read."""
-        unread = sorted(n for n in self._files.keys() - self._used if not _LEFT.fullmatch(n))
+        """Log which tensors of the files were not read, under any of their names."""
+        read = {self._files[name].source(name) for name in self._used}
+        left = (name for name in self._files.keys() - self._used if not _LEFT.fullmatch(name))
+        unread = sorted({self._files[name].source(name) for name in left} - read)
         if unread and not self.ranks.rank:
             _log.warning("%d tensors are not read: %s", len(unread), ", ".join(unread[:3]))
 

@@ -143,6 +143,11 @@ class GgufTensors:
         """Return the names of all tensors."""
         return [*self._recipes, *self._coded, *self._columns]
 
+    def source(self, name: str) -> str:
+        """Return the name in the file of what a tensor is made of."""
+        weight = self._columns.get(name) or self._coded.get(name) or name
+        return self._recipes[weight][1].source
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         if name in self._columns:
