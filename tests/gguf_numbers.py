@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,10 @@ def numbers(checkpoint: Path, file: Path, target: Path) -> Path:
     stored = {each.name: each for each in GGUFReader(file).tensors}
     for name in [name for name, each in tensors.items() if each.ndim == 2]:
         ((own, _),) = text_tensors(config, {name: tensors[name]})
-        values = decode(stored[own].data, stored[own].tensor_type)
-        tensors[name] = torch.from_numpy(values.copy()).view(tensors[name].shape)
+        values = torch.from_numpy(decode(stored[own].data, stored[own].tensor_type).copy())
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if expert is not None:  # The file has all of them in one tensor.
+            values = values.view(-1, *tensors[name].shape)[int(expert[1])].clone()
+        tensors[name] = values.view(tensors[name].shape)
     save_file({name: each.float() for name, each in tensors.items()}, target / "model.safetensors")
     return target
