@@ -28,6 +28,7 @@ NEEDED = (
     "operand",
     "product",
     "self_test",
+    "tables",
 )
 
 
