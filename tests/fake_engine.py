@@ -102,6 +102,7 @@ class FakeRequest:
     prompt: Prompt
     params: SamplingParams
     on_delta: Callable[[Delta], None]
+    on_step: Callable[[], None] | None = None
     aborted: threading.Event = field(default_factory=threading.Event)
 
 
@@ -182,6 +183,7 @@ class FakeEngine:
         tenant: Tenant = NOBODY,
         affinity: Sequence[bytes] = (),
         thought: Thought | None = None,
+        on_step: Callable[[], None] | None = None,
         **_: object,
     ) -> str:
         if not self.alive:
@@ -190,7 +192,7 @@ class FakeEngine:
             raise self.submit_error
         name = request_id or str(next(self._names))
         self.num_submitted += 1
-        request = FakeRequest(prompt, params, on_delta)
+        request = FakeRequest(prompt, params, on_delta, on_step)
         self.latest_params, self.latest_tenant = params, tenant
         self.latest_thought = thought
         self.latest_affinity = tuple(affinity)
@@ -305,6 +307,8 @@ class FakeEngine:
                     self._forget(request)
                 self.last_step_time = time.monotonic()
                 request.on_delta(delta)
+                if request.on_step is not None:
+                    request.on_step()
 
     def _forget(self, request: FakeRequest) -> None:
         for name, other in list(self.requests.items()):

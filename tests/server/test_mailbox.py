@@ -9,7 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from vlm_serve.engine.requests.outputs import Delta, FinishReason
+from vlm_serve.server.answers.unread import UnreadDeltas
 from vlm_serve.server.service import PATIENT_SECONDS, Mailbox
+
+
+async def told(queue: UnreadDeltas) -> bool:
+    """Whether something has been delivered into a queue."""
+    taking = asyncio.ensure_future(queue.take())
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.wait({taking})
+    return not taking.cancelled()
 
 
 class CountingLoop:
@@ -24,18 +34,22 @@ class CountingLoop:
         return self._loop.call_soon_threadsafe(call)
 
 
-async def received(queue: asyncio.Queue[Delta], count: int) -> list[str]:
-    return [(await asyncio.wait_for(queue.get(), 20)).text for _ in range(count)]
+async def received(queue: UnreadDeltas, count: int) -> list[str]:
+    deltas: list[Delta] = []
+    while len(deltas) < count:
+        deltas += await asyncio.wait_for(queue.take(), 20)
+    return [delta.text for delta in deltas]
 
 
 def test_every_queue_gets_its_deltas_in_order_from_other_threads() -> None:
     async def run() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
-        queues: list[asyncio.Queue[Delta]] = [asyncio.Queue() for _ in range(4)]
+        queues: list[UnreadDeltas] = [UnreadDeltas(10_000) for _ in range(4)]
 
-        def engine(mine: asyncio.Queue[Delta]) -> None:
+        def engine(mine: UnreadDeltas) -> None:
             for number in range(500):
                 mailbox.post(mine, Delta(0, str(number)))
+                mailbox.hand_over()
 
         threads = [threading.Thread(target=engine, args=(queue,)) for queue in queues]
         for thread in threads:
@@ -52,12 +66,15 @@ def test_a_whole_step_wakes_the_loop_once() -> None:
     async def run() -> None:
         loop = CountingLoop(asyncio.get_running_loop())
         mailbox = Mailbox(loop)  # type: ignore[arg-type]
-        queue: asyncio.Queue[Delta] = asyncio.Queue()
+        queue: UnreadDeltas = UnreadDeltas(10_000)
         for number in range(8):
             mailbox.post(queue, Delta(0, str(number)))
+        assert loop.wakes == 0
+        mailbox.hand_over()
         assert loop.wakes == 1
         assert await received(queue, 8) == [str(number) for number in range(8)]
         mailbox.post(queue, Delta(0, "next step"))
+        mailbox.hand_over()
         assert loop.wakes == 2
         assert await received(queue, 1) == ["next step"]
 
@@ -68,13 +85,14 @@ def test_what_nobody_waits_for_wakes_the_loop_now_and_then() -> None:
     async def run() -> None:
         loop = CountingLoop(asyncio.get_running_loop())
         mailbox = Mailbox(loop)  # type: ignore[arg-type]
-        whole: asyncio.Queue[Delta] = asyncio.Queue()
-        stream: asyncio.Queue[Delta] = asyncio.Queue()
+        whole: UnreadDeltas = UnreadDeltas(10_000)
+        stream: UnreadDeltas = UnreadDeltas(10_000)
         begin = time.monotonic()
 
         def post(text: str, after: float, reason: FinishReason | None = None) -> None:
             delta = Delta(0, text, finish_reason=reason, time=begin + after)
             mailbox.post(whole, delta, patient=True)
+            mailbox.hand_over()
 
         post("first", 0.0)
         assert loop.wakes == 1
@@ -84,13 +102,14 @@ def test_what_nobody_waits_for_wakes_the_loop_now_and_then() -> None:
             post(str(number), delivered)
         assert loop.wakes == 1
         await asyncio.sleep(0)
-        assert whole.empty()
+        assert not await told(whole)
         post("late", delivered + PATIENT_SECONDS)
         assert loop.wakes == 2
         assert await received(whole, 6) == ["0", "1", "2", "3", "4", "late"]
         delivered = time.monotonic() - begin
         post("with a stream's", delivered)
         mailbox.post(stream, Delta(0, "now"))
+        mailbox.hand_over()
         assert loop.wakes == 3
         assert await received(stream, 1) == ["now"]
         assert await received(whole, 1) == ["with a stream's"]
@@ -105,8 +124,8 @@ def test_what_nobody_waits_for_wakes_the_loop_now_and_then() -> None:
 def test_posting_to_a_loop_that_is_closed_is_no_error() -> None:
     loop = asyncio.new_event_loop()
     mailbox = Mailbox(loop)
-    queue: asyncio.Queue[Delta] = asyncio.Queue()
+    queue: UnreadDeltas = UnreadDeltas(10_000)
     loop.close()
     for _ in range(3):
         mailbox.post(queue, Delta(0, "late"))
-    assert queue.empty()
+        mailbox.hand_over()

@@ -147,6 +147,7 @@ class Engine:
         thought: Thought | None = None,
         pooled: bool = False,
         next_turn: NextTurn | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> str:
         """Queue a request and return its id.
 
@@ -169,6 +170,7 @@ class Engine:
                 the prompt or the answer opens one, and stop strings apply inside of it.
             next_turn: what the next turn shares with this one. None: the caller of a conversation
                 sends the answer's text back, other callers its tokens.
+            on_step: see `Request.on_step`; like `on_delta` it must neither block nor raise.
 
         Raises:
             ContextLengthError: prompt and answer do not fit the context.
@@ -212,6 +214,7 @@ class Engine:
             complete_experts=complete_experts,
             adapter=None if served is None else served.adapter,
             next_turn=next_turn or _plain_turn(prompt),
+            on_step=on_step,
         )
         group = self._make_group(request)
         try:

@@ -179,6 +179,15 @@ class ServerConfig:
         low=0.0,
         metavar="SECONDS",
     )
+    stream_interval: float = _limits(
+        0.0,
+        "milliseconds from one event of a stream to the next at least: tokens that come earlier "
+        "share one; the first token and the end do not wait. With 0 tokens share an event only "
+        "where the stream is behind",
+        low=0.0,
+        high=60_000.0,
+        metavar="MS",
+    )
     preprocess_threads: int = _limits(
         4, "threads that render chat templates and tokenize", low=1, high=256
     )

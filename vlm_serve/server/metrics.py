@@ -4,8 +4,10 @@ engines, and the access log."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
@@ -111,9 +113,8 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one choice", _TOKEN_SECONDS
-        )
+        self.inter_token_latency = TokenTimes(model_name)
+        self._registry.register(self.inter_token_latency)
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the last token", _SECONDS
         )
@@ -217,6 +218,28 @@ def _plain(name: str) -> str:
     return PLAIN_PREFIX + name.removeprefix(PREFIX)
 
 
+class TokenTimes(Collector):
+    """Histogram of the times between two tokens of one choice. It has no lock: one thread adds."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts = [0] * (len(_TOKEN_SECONDS) + 1)
+        self._seconds = 0.0
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Add times."""
+        for each in seconds:
+            self._counts[bisect_left(_TOKEN_SECONDS, each)] += 1
+            self._seconds += each
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram."""
+        name, text = "inter_token_latency_seconds", "Between two tokens of one choice"
+        bounds = (*map(str, _TOKEN_SECONDS), "+Inf")
+        counts = dict(zip(bounds, self._counts, strict=True))
+        yield _histogram(name, text, self._model_name, counts, self._seconds)
+
+
 class EngineStats(Collector):
     """Counters and gauges of the engine, as of the last `update`."""
 
@@ -316,17 +339,9 @@ class EngineStats(Collector):
         yield self._gauge("spec_decode_mean_accepted_length", text, length)
 
     def _step_times(self, times: Mapping[str, Any]) -> Metric:
-        family = HistogramMetricFamily(
-            PREFIX + "step_host_seconds",
-            "A step's time outside of the model's forward",
-            labels=["model_name"],
-        )
-        total, buckets = 0, []
-        for bound, count in times["host_seconds_counts"].items():
-            total += count
-            buckets.append((bound, total))
-        family.add_metric([self._model_name], buckets, times["host_seconds"])
-        return family
+        name, text = "step_host_seconds", "A step's time outside of the model's forward"
+        counts, seconds = times["host_seconds_counts"], times["host_seconds"]
+        return _histogram(name, text, self._model_name, counts, seconds)
 
     def _counters(self, part: str) -> Iterator[Metric]:
         """Yield the counters of one part of the statistics."""
@@ -349,6 +364,15 @@ class EngineStats(Collector):
         for entry, value in values.items():
             family.add_metric([self._model_name, entry], value)
         return family
+
+
+def _histogram(
+    name: str, text: str, model_name: str, counts: Mapping[str, int], total: float
+) -> Metric:
+    """Return a histogram, from how many values are in each bucket and the sum of all values."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+    family.add_metric([model_name], [*zip(counts, accumulate(counts.values()), strict=True)], total)
+    return family
 
 
 def _ratio(part: int, whole: int) -> float:

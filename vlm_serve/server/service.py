@@ -16,6 +16,7 @@ from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.text.rendering import Rendering
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
+from vlm_serve.server.answers.unread import UnreadDeltas
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
@@ -182,31 +183,36 @@ PATIENT_SECONDS = 0.25
 
 
 class Mailbox:
-    """Carries deltas from the engine's thread into asyncio queues. `post` is thread-safe and never
-    blocks.
+    """Carries deltas from the engine's thread into queues of the loop. `post` and `hand_over` are
+    thread-safe and never block.
 
-    A step ends with one callback for each running sequence. Waking the loop costs a system call,
-    and its work takes processor time from the new step. So deltas posted while a wake-up is
-    pending share it, and deltas for patient readers do not cause one.
+    A step ends with one delta for each running sequence. Waking the loop costs a system call, in
+    which the engine's thread may lose the interpreter to the loop before its last delta is made. So
+    the loop is woken once a step, not while a wake-up is pending, and not for patient readers.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._posted: deque[tuple[asyncio.Queue[Delta], Delta]] = deque()
+        self._posted: deque[tuple[UnreadDeltas, Delta]] = deque()
+        self._urgent = False
         self._waking = False
         self._delivered = 0.0
 
-    def post(self, queue: asyncio.Queue[Delta], delta: Delta, *, patient: bool = False) -> None:
-        """Put a delta into a queue of the loop, in the order of posting.
+    def post(self, queue: UnreadDeltas, delta: Delta, *, patient: bool = False) -> None:
+        """Put a delta into a queue of the loop, in the order of posting, with the next `hand_over`.
 
         Args:
             patient: the queue's reader only needs the last delta of each choice in time.
         """
         self._posted.append((queue, delta))
         overdue = delta.time >= self._delivered + PATIENT_SECONDS
-        urgent = not patient or delta.finish_reason is not None or overdue
-        if urgent and not self._waking:
-            self._waking = True
+        if not patient or delta.finish_reason is not None or overdue:
+            self._urgent = True
+
+    def hand_over(self) -> None:
+        """Wake the loop for what has been posted, at the end of a step."""
+        if self._urgent and not self._waking:
+            self._urgent, self._waking = False, True
             # A closed loop has no readers either.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._deliver)
@@ -214,6 +220,10 @@ class Mailbox:
     def _deliver(self) -> None:
         # Reset first, so that a delta posted from here on causes another wake-up.
         self._waking, self._delivered = False, time.monotonic()
+        queues: dict[UnreadDeltas, None] = {}
         while self._posted:
             queue, delta = self._posted.popleft()
-            queue.put_nowait(delta)
+            queue.add(delta)
+            queues[queue] = None
+        for queue in queues:
+            queue.settle()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,93 @@ import pytest
 from serving import RunningServer, running, wait_for
 
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta, FinishReason
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.answers.unread import UnreadDeltas
 from vlm_serve.server.config import ServerConfig
 
 
-def test_a_queue_tells_of_the_limit_once_and_of_its_half() -> None:
+def delta(text: str = "", reason: FinishReason | None = None) -> Delta:
+    return Delta(0, text, finish_reason=reason)
+
+
+def texts(deltas: Sequence[Delta]) -> str:
+    return "".join(each.text for each in deltas)
+
+
+def test_a_queue_tells_of_the_limit_once_and_of_its_end() -> None:
     told: list[bool] = []
-    queue = UnreadDeltas(4)
-    queue.on_change = told.append
-    for _ in range(6):
-        queue.put_nowait(Delta(0))
-    assert told == [True]
-    for _ in range(3):
-        queue.get_nowait()
-    assert told == [True]
-    queue.get_nowait()
-    assert told == [True, False]
+
+    async def run() -> None:
+        queue = UnreadDeltas(4)
+        queue.on_change = told.append
+        for text in "abcdef":
+            queue.put(delta(text))
+        assert told == [True]
+        assert texts(await queue.take()) == "abcdef"
+        assert told == [True, False]
+
+    asyncio.run(run())
+
+
+def test_what_comes_within_the_interval_is_taken_together_and_the_end_at_once() -> None:
+    async def run() -> None:
+        loop, hour = asyncio.get_running_loop(), UnreadDeltas(99, 3600.0)
+        hour.put(delta("first"))
+        assert texts(await hour.take()) == "first"
+        taking = asyncio.ensure_future(hour.take())
+        for text in "abc":
+            hour.put(delta(text))
+            await asyncio.sleep(0)
+        assert not taking.done()
+        hour.put(delta("d", "stop"))
+        assert texts(await taking) == "abcd"
+
+        moment = UnreadDeltas(99, 0.01)
+        taken = [(loop.time(), "")]
+        for number in range(40):
+            moment.put(delta(chr(97 + number % 26)))
+            if number % 10 == 9:
+                taken.append((loop.time(), texts(await moment.take())))
+        assert [len(text) for _, text in taken] == [0, 10, 10, 10, 10]
+
+    asyncio.run(run())
+
+
+def test_a_waiting_readers_deltas_may_be_taken_directly() -> None:
+    """Not while it does not wait, not where that refuses; an error of it is the reader's."""
+    direct: list[str] = []
+
+    def take(deltas: list[Delta]) -> bool:
+        if deltas[-1].text == "bad":
+            raise RuntimeError("no such text")
+        if deltas[-1].finish_reason is not None:
+            return False
+        direct.append(texts(deltas))
+        return True
+
+    async def run() -> None:
+        queue = UnreadDeltas(99)
+        queue.direct = take
+        queue.put(delta("a"))
+        assert texts(await queue.take()) == "a" and not direct
+        taking = asyncio.ensure_future(queue.take())
+        await asyncio.sleep(0)
+        queue.add(delta("b"))
+        queue.add(delta("c"))
+        queue.settle()
+        queue.put(delta("d"))
+        assert direct == ["bc", "d"] and not taking.done()
+        queue.put(delta("e", "stop"))
+        queue.put(delta("f"))
+        assert texts(await taking) == "ef" and direct == ["bc", "d"]
+        taking = asyncio.ensure_future(queue.take())
+        await asyncio.sleep(0)
+        queue.put(delta("bad"))
+        with pytest.raises(RuntimeError, match="no such text"):
+            await taking
+
+    asyncio.run(run())
 
 
 @pytest.fixture

@@ -292,6 +292,9 @@ class EngineLoop:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
+        for told in dict.fromkeys(group.request.on_step for group, _ in events):
+            if told is not None:
+                told()
         for group, _ in events:  # not before: others of them may be of the same group
             if group.finished:
                 group.part()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, NoReturn
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptLogprobs, Usage
 from vlm_serve.engine.requests.request import NextTurn
@@ -119,28 +121,33 @@ class Generation:
         self.finish_reason = "abort"
         self.unfinished = task.params.n
         self.clamped = False
-        self.queue = UnreadDeltas(MAX_UNREAD * task.params.n)
+        interval = 0.0 if patient else service.config.stream_interval / 1000
+        self.queue = UnreadDeltas(MAX_UNREAD * task.params.n, interval)
         self.first_token_time: float | None = None
         self._state = service.state
         self.patient = patient
         self._token_times: dict[int, float] = {}
         self._is_new = True  # the latest tokens were not delivered before
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield the deltas of all choices as `_next` returns them.
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """Yield the deltas of all choices, as many at a time as `_next` returns.
 
         Raises:
             VlmServeError: the engine ended the request with this error.
         """
         while self.unfinished:
-            delta = await self._next()
-            if delta.error is not None:
-                self.finish_reason = "error"
-                with renamed_params(self.task.names):
-                    raise delta.error
-            if delta.finish_reason == "abort":
-                # The client is still connected, so the engine aborted the request.
-                raise EngineClosedError("the request was ended by the server", code="aborted")
+            taken = await self._next()
+            good = [*takewhile(_is_good, taken)]
+            self.count(good)
+            if good:
+                yield good
+            if self.unfinished and len(good) < len(taken):
+                self._fail(taken[len(good)])
+
+    def count(self, deltas: Sequence[Delta]) -> None:
+        """Count deltas that are about to be told."""
+        now, times = time.monotonic(), list[float]()
+        for delta in deltas:
             if delta.prompt_logprobs is not None:
                 self.prompt_logprobs = delta.prompt_logprobs
             if delta.finish_reason is not None:
@@ -149,12 +156,20 @@ class Generation:
             self._report(delta)
             if delta.token_ids and self._is_new:
                 self._state.num_generated_tokens += len(delta.token_ids)
-                now = delta.time if self.patient else time.monotonic()
-                self._observe_token(delta.index, now)
-            yield delta
+                self._observe_token(delta.index, delta.time if self.patient else now, times)
+        self._state.record_next_tokens(times)
 
-    async def _next(self) -> Delta:
-        return await self.queue.get()
+    def _fail(self, delta: Delta) -> NoReturn:
+        """Raise the error of a request that the engine has ended."""
+        if delta.error is None:
+            # The client is still connected, so the engine aborted the request.
+            raise EngineClosedError("the request was ended by the server", code="aborted")
+        self.finish_reason = "error"
+        with renamed_params(self.task.names):
+            raise delta.error
+
+    async def _next(self) -> list[Delta]:
+        return await self.queue.take()
 
     def _report(self, delta: Delta) -> None:
         self.usage = delta.usage
@@ -164,13 +179,13 @@ class Generation:
         """Return the parameters for the engine, and further options of `Engine.submit`."""
         return self.task.params, {}
 
-    def _observe_token(self, index: int, now: float) -> None:
+    def _observe_token(self, index: int, now: float, times: list[float]) -> None:
         if self.first_token_time is None:
             self.first_token_time = now
             self._state.first_token_seconds.add(now - self.task.arrival)
         before = self._token_times.get(index)
         if before is not None:
-            self._state.record_next_token(now - before)
+            times.append(now - before)
         self._token_times[index] = now
 
     def finished(self) -> FinishedRequest:
@@ -193,6 +208,11 @@ class Generation:
         )
 
 
+def _is_good(delta: Delta) -> bool:
+    """Return True for a delta that does not tell of a failure."""
+    return delta.error is None and delta.finish_reason != "abort"
+
+
 class AttemptGeneration(Generation):
     """A prompt of an attempt; the deltas of its choices take turns.
 
@@ -204,14 +224,18 @@ class AttemptGeneration(Generation):
         assert task.attempt is not None
         super().__init__(service, task, *args, **options)
         self.part = AttemptPart(task.attempt, task.number, task.params)
+        self._taken: deque[Delta] = deque()
 
-    async def _next(self) -> Delta:
+    async def _next(self) -> list[Delta]:
+        """Return one delta: how many come together must not show in what is delivered."""
         while (delta := self.part.next()) is None:
-            delta = await self.queue.get()
+            if not self._taken:
+                self._taken.extend(await self.queue.take())
+            delta = self._taken.popleft()
             if delta.finish_reason in ("abort", "error"):
-                return delta
+                break
             self.part.add(delta)
-        return delta
+        return [delta]
 
     def _report(self, delta: Delta) -> None:
         ended = not self.unfinished
@@ -270,11 +294,12 @@ async def answering(
         timer = None
         if deadline is not None:
             expiry = Delta(0, finish_reason="error", error=_timeout_error(service))
-            timer = loop.call_at(deadline, queue.put_nowait, expiry)
+            timer = loop.call_at(deadline, queue.put, expiry)
         try:
             with admission.holding_tokens(task.tenant, len(prompt)):
                 yield generation
         finally:
+            queue.direct = None
             if generation.unfinished:
                 service.engine.abort(engine_id)
             if timer is not None:
@@ -300,6 +325,7 @@ def _submit(service: Service, generation: Generation, grammar: Grammar | None) -
         thought=thought_of(task, prompt),
         pooled=task.pooled,
         next_turn=None if task.next_turn is None else task.next_turn(task, prompt),
+        on_step=service.mailbox.hand_over,
         **options,
     )
 

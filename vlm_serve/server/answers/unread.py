@@ -11,31 +11,79 @@ MAX_UNREAD = 256
 """Tokens of each choice that wait for their client when the request is suspended."""
 
 
-class UnreadDeltas(asyncio.Queue[Delta]):
-    """A queue that tells when too much of it is unread, and when half of that has been read.
+class UnreadDeltas:
+    """A queue with one reader, who takes all of it at once. It tells when too much of it is unread.
 
     Args:
         most: deltas that are too many.
+        interval: least seconds from one taking to the next; what has ended may be taken at once.
 
     Attributes:
-        on_change: called with True when too many deltas wait, with False when few do again.
+        on_change: called with True when too many deltas wait, with False when they are taken.
+        direct: takes deltas in place of a waiting reader, or returns False; a reader costs a task
+            its turn. An error of it is the reader's.
     """
 
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
+    def __init__(self, most: int, interval: float = 0.0) -> None:
         self.on_change: Callable[[bool], None] = lambda full: None
+        self.direct: Callable[[list[Delta]], bool] | None = None
+        self._most, self._interval = most, interval
+        self._deltas: list[Delta] = []
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
         self._full = False
 
-    def _put(self, item: Delta) -> None:
-        super()._put(item)
-        if not self._full and self.qsize() >= self._most:
+    def put(self, delta: Delta) -> None:
+        """Add a delta, and have it taken."""
+        self.add(delta)
+        self.settle()
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta; `settle` has to follow."""
+        self._deltas.append(delta)
+        if delta.finish_reason is not None:
+            self._due = 0.0
+        if not self._full and len(self._deltas) >= self._most:
             self._full = True
             self.on_change(True)
 
-    def _get(self) -> Delta:
-        delta = super()._get()
-        if self._full and self.qsize() <= self._most // 2:
+    def settle(self) -> None:
+        """Have the deltas taken if the reader waits for them and the interval is over."""
+        reader = self._reader
+        if reader is None or reader.done() or not self._deltas:
+            return
+        if self._due and (loop := reader.get_loop()).time() < self._due:
+            if self._timer is None:
+                self._timer = loop.call_at(self._due, self._over)
+            return
+        try:
+            if self.direct is not None and self.direct(self._deltas):
+                self._taken()
+                return
+        except Exception as error:
+            reader.set_exception(error)
+            return
+        reader.set_result(None)
+
+    async def take(self) -> list[Delta]:
+        """Wait for deltas, until the interval is over, and take all."""
+        loop = asyncio.get_running_loop()
+        while not self._deltas or (self._due and loop.time() < self._due):
+            self._reader = loop.create_future()
+            self.settle()
+            await self._reader
+        return self._taken()
+
+    def _over(self) -> None:
+        self._timer, self._due = None, 0.0
+        self.settle()
+
+    def _taken(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        if self._interval:
+            self._due = asyncio.get_running_loop().time() + self._interval
+        if self._full:
             self._full = False
             self.on_change(False)
-        return delta
+        return deltas

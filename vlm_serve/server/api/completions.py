@@ -21,8 +21,8 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.shared.chunks import ChunkStream
+from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.chunks import ChunkStream, Framed, Part
 from vlm_serve.server.api.shared.conversation import prepare_tokens
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
@@ -37,10 +37,16 @@ from vlm_serve.server.api.shared.fields import (
     check_stream,
     routed_experts_fields,
 )
-from vlm_serve.server.api.shared.logprobs import completion_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.shared.logprobs import (
+    completion_logprobs,
+    joined_logprobs,
+    prompt_logprobs_body,
+)
 from vlm_serve.server.api.shared.request_body import affinity_of
 from vlm_serve.server.api.shared.sampling import sampling_of, structured_outputs_of, with_sampling
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.http.frames import GAP
+from vlm_serve.server.http.streaming import to_json
 from vlm_serve.server.service import Service
 
 MAX_PROMPTS = 128
@@ -133,66 +139,85 @@ class CompletionChoiceState:
         self._logprobs: list[dict[int, float] | None] = []
         self._reports: tuple[PromptLogprobs, ...] | None = None
         self._length = 0
-        self._last: Delta | None = None
+        self._last = Delta(index)
+        self._begun = False
 
-    def push(self, delta: Delta) -> CompletionChoice | None:
-        """Add a delta and return the stream's part for it, or None if it has nothing to report."""
-        if self._body.only_echo:
-            delta = _without_answer(delta)
-        text, body, first = delta.text, self._body, self._last is None
-        tokens: tuple[int, ...] = delta.token_ids
-        logprobs: tuple[dict[int, float] | None, ...] = delta.logprobs
-        if first:
-            self._reports = delta.prompt_logprobs
-        if body.echo and first:
-            text = self._echo() + text
-            if body.logprobs is not None and delta.prompt_logprobs is not None:
-                tokens = (*self._prompt.token_ids, *tokens)
-                unknown = len(self._prompt) - len(delta.prompt_logprobs)
-                known = (token.logprobs for token in delta.prompt_logprobs)
-                logprobs = (*[None] * unknown, *known, *logprobs)
-        offset = self._length
-        self._length += len(text)
-        self._last = delta
-        self._text.append(text)
-        self._tokens += delta.token_ids
-        self._reported += tokens
-        self._logprobs += logprobs
-        has_tokens = body.return_token_ids and delta.token_ids
-        if not (text or delta.logprobs or delta.finish_reason or has_tokens):
+    def push(self, deltas: Sequence[Delta]) -> Part | Framed | None:
+        """Add deltas and return the stream's part for them, or None if they have nothing to
+        report."""
+        body, first = self._body, not self._begun
+        texts, ids, reports = list[str](), list[int](), list[Part]()
+        told = False
+        for delta in deltas:
+            if body.only_echo:
+                delta = _without_answer(delta)
+            offset = self._length
+            text, tokens, rows = self._told(delta)
+            self._length += len(text)
+            self._begun, self._last = True, delta
+            self._reported += tokens
+            self._logprobs += rows
+            texts.append(text)
+            ids += delta.token_ids
+            told = told or bool(text or delta.logprobs or delta.finish_reason)
+            if body.logprobs is not None:
+                told_so = completion_logprobs(self._tokenizer, tokens, rows, body.logprobs, offset)
+                reports.append(told_so)
+        self._text += texts
+        self._tokens += ids
+        if not told and not (body.return_token_ids and ids):
             return None
-        reported = (tokens, logprobs)
-        return self._part(text, delta.token_ids, reported, offset, with_prompt=first)
+        text, logprobs = "".join(texts), joined_logprobs(reports)
+        if first or self._last.finish_reason is not None:
+            return self._part(text, ids, logprobs, with_prompt=first).model_dump()
+        values = [to_json(text)]
+        if body.logprobs is not None:
+            values.append(to_json(logprobs))
+        if body.return_token_ids:
+            values.append(to_json(ids))
+        return Framed("", self._shape, tuple(values))
+
+    def _told(self, delta: Delta) -> tuple[str, Sequence[int], Sequence[dict[int, float] | None]]:
+        """Return the text of a delta and its reported tokens, with an echo before the first one."""
+        text, tokens, logprobs = delta.text, delta.token_ids, delta.logprobs
+        if self._begun:
+            return text, tokens, logprobs
+        self._reports = delta.prompt_logprobs
+        if not self._body.echo:
+            return text, tokens, logprobs
+        text = self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False) + text
+        if self._body.logprobs is None or delta.prompt_logprobs is None:
+            return text, tokens, logprobs
+        unknown = len(self._prompt) - len(delta.prompt_logprobs)
+        known = (token.logprobs for token in delta.prompt_logprobs)
+        return text, (*self._prompt.token_ids, *tokens), (*[None] * unknown, *known, *logprobs)
+
+    def _shape(self) -> Part:
+        """Return a part of the middle of the answer with gaps."""
+        part = self._part("", (), None, with_prompt=False).model_dump()
+        part |= {"text": GAP, "logprobs": None if self._body.logprobs is None else GAP}
+        return part | ({"token_ids": GAP} if self._body.return_token_ids else {})
 
     def result(self) -> CompletionChoice:
-        reported = (self._reported, self._logprobs)
-        choice = self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
+        logprobs = None
+        if self._body.logprobs is not None:
+            rows = (self._reported, self._logprobs, self._body.logprobs, 0)
+            logprobs = completion_logprobs(self._tokenizer, *rows)
+        choice = self._part("".join(self._text), self._tokens, logprobs, with_prompt=True)
         if self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs_body(
                 self._tokenizer, self._prompt.token_ids, self._reports
             )
         return choice
 
-    def _echo(self) -> str:
-        return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
-
     def _part(
-        self,
-        text: str,
-        tokens: Sequence[int],
-        reported: tuple[Sequence[int], Sequence[dict[int, float] | None]],
-        offset: int,
-        *,
-        with_prompt: bool,
+        self, text: str, tokens: Sequence[int], logprobs: Any, *, with_prompt: bool
     ) -> CompletionChoice:
         body, last = self._body, self._last
-        assert last is not None
         return CompletionChoice(
             index=self.index,
             text=text,
-            logprobs=None
-            if body.logprobs is None
-            else completion_logprobs(self._tokenizer, *reported, body.logprobs, offset),
+            logprobs=logprobs,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             token_ids=list(tokens) if body.return_token_ids else None,
@@ -234,11 +259,11 @@ class CompletionStream(ChunkStream):
             for count in [generation.task.params.n]
         ]
 
-    def parts(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
-        part = self._choices[prompt][delta.index].push(delta)
-        return [] if part is None else [part.model_dump()]
+    def parts(self, prompt: int, deltas: Sequence[Delta]) -> Sequence[Part | Framed]:
+        part = self._choices[prompt][deltas[0].index].push(deltas)
+        return [] if part is None else [part]
 
-    def chunk(self, choices: list[dict[str, Any]]) -> Event:
+    def chunk(self, choices: list[Part]) -> Part:
         return {
             "id": self._id,
             "object": "text_completion",

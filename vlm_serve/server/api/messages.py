@@ -17,7 +17,7 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.shared.conversation import (
     ConversationTask,
     ParsedRequest,
@@ -53,6 +53,8 @@ from vlm_serve.server.api.shared.unknown_fields import (
 )
 from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.http.errors import renamed_params
+from vlm_serve.server.http.frames import GAP
+from vlm_serve.server.http.streaming import Event, to_json
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 from vlm_serve.structured_outputs import StructuredOutputs
@@ -235,8 +237,9 @@ class MessageStream(BlockStream):
             "reasoning": ("thinking_delta", "thinking"),
             "call": ("input_json_delta", "partial_json"),
         }[block.kind]
-        delta = {"type": kind, name: text}
-        return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
+        delta = {"type": kind, name: GAP}
+        grown = {"type": "content_block_delta", "index": block.index, "delta": delta}
+        return [self._frames.fill(block.index, lambda: grown, to_json(text))]
 
     def closed(self, block: OutputBlock) -> list[Event]:
         stop = {"type": "content_block_stop", "index": block.index}
@@ -248,7 +251,7 @@ class MessageStream(BlockStream):
     def end(self) -> list[Event]:
         body = self.result()
         delta = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
-        last: Event = {"type": "message_delta", "delta": delta, "usage": body.usage}
+        last: dict[str, Any] = {"type": "message_delta", "delta": delta, "usage": body.usage}
         if body.cache_report is not None:
             last["cache_report"] = body.cache_report.model_dump()
         return [last, {"type": "message_stop"}]

@@ -23,7 +23,7 @@ from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.text.pooled_prompts import embedding_messages, rerank_messages
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation, Task
-from vlm_serve.server.api.shared.answer import AnswerStream, Event, ResponseSpec, respond
+from vlm_serve.server.api.shared.answer import AnswerStream, ResponseSpec, respond
 from vlm_serve.server.api.shared.chat_request import ChatMessage
 from vlm_serve.server.api.shared.conversation import ParsedRequest, prepare_tokens
 from vlm_serve.server.api.shared.fields import (
@@ -44,6 +44,7 @@ from vlm_serve.server.api.shared.sampling import ToolChoice
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.body import validate
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
+from vlm_serve.server.http.streaming import Event
 from vlm_serve.server.service import Preparation, Service
 
 MAX_INPUTS = 1024
@@ -282,9 +283,10 @@ class PooledAnswer(AnswerStream):
     reports: bool
     _vectors: dict[int, Vector] = field(default_factory=dict)
 
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
-        if delta.vector is not None:
-            self._vectors[prompt] = delta.vector
+    def push(self, prompt: int, deltas: Sequence[Delta]) -> list[Event]:
+        for delta in deltas:
+            if delta.vector is not None:
+                self._vectors[prompt] = delta.vector
         return []
 
     def result(self) -> BaseModel:

@@ -30,8 +30,8 @@ class Coverage:
         self._failed = False
 
     async def covering(
-        self, parts: Sequence[AttemptPart], deltas: AsyncGenerator[tuple[int, Delta], None]
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        self, parts: Sequence[AttemptPart], deltas: AsyncGenerator[tuple[int, list[Delta]], None]
+    ) -> AsyncGenerator[tuple[int, list[Delta]], None]:
         """Yield the deltas of all prompts; each is covered before it is turned into bytes.
 
         Args:
@@ -40,10 +40,11 @@ class Coverage:
         """
         self._parts = parts
         async with aclosing(deltas):
-            async for prompt, delta in deltas:
-                choice = prompt * parts[prompt].choices + delta.index
-                self._tokens.setdefault(choice, []).extend(delta.token_ids)
-                yield prompt, delta
+            async for prompt, taken in deltas:
+                for delta in taken:
+                    choice = prompt * parts[prompt].choices + delta.index
+                    self._tokens.setdefault(choice, []).extend(delta.token_ids)
+                yield prompt, taken
 
     def fail(self) -> None:
         """Mark the next messages as reports of a failure."""

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.streaming import BODY
 
 _log = logging.getLogger(__name__)
 
@@ -229,6 +230,44 @@ class _Closing:
         self._connection.close_when_read()
 
 
+class ChunkedBody:
+    """Stands between a response cycle and h11, which would walk through its states for each chunk
+    of a body, though none changes them. All but such chunks is h11's.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._conn, self._flow = connection.conn, connection.flow
+        self._transport = connection.transport
+        self._chunked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._conn, name)
+
+    def send(self, event: h11.Event) -> bytes | None:
+        """Return the bytes of a part of the response."""
+        if self._chunked and type(event) is h11.Data:
+            return _chunk(event.data)
+        output = self._conn.send(event)
+        if isinstance(event, h11.Response):
+            self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in (output or b"").lower()
+        elif isinstance(event, h11.EndOfMessage):
+            self._chunked = False
+        return output
+
+    def ready(self) -> bool:
+        """See `Writing.ready`."""
+        return self._chunked and not (self._flow.write_paused or self._transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        """Write a chunk."""
+        self._transport.write(_chunk(data))
+
+
+def _chunk(data: bytes) -> bytes:
+    """Return a chunk (RFC 9112, 7.1); one without data would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
 class Connection(H11Protocol):
     """One connection. `check` is called at every tick and closes it if its client is too slow."""
 
@@ -249,6 +288,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         _bound_unsent(transport)
+        # What a slow client has not taken waits as tokens, which share an event, not as bytes.
+        transport.set_write_buffer_limits(high=1)
         # uvicorn starts its timer only between two requests.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -283,7 +324,14 @@ class Connection(H11Protocol):
         """Parse what has come. Behind a request with two lengths the connection ends (RFC 9112,
         6.1): what a proxy takes for the rest of its body must not be read as another request."""
         super().handle_events()
-        if self.cycle is not None and {b"content-length", b"transfer-encoding"} <= {
+        if self.cycle is None:
+            return
+        if not isinstance(self.cycle.conn, ChunkedBody):
+            body = ChunkedBody(self)
+            self.cycle.conn = cast(h11.Connection, body)
+            if self.cycle.scope["method"] != "HEAD":
+                cast(dict[str, Any], self.cycle.scope)[BODY] = body
+        if {b"content-length", b"transfer-encoding"} <= {
             name for name, _ in self.cycle.scope["headers"]
         }:
             self.cycle.keep_alive = False

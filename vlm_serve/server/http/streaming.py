@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,8 +23,11 @@ _T = TypeVar("_T")
 
 DONE = b"data: [DONE]\n\n"
 
-Chunks = AsyncGenerator[dict[str, Any], None]
-"""Bodies of a stream's events."""
+Event = dict[str, Any] | bytes
+"""The body of a stream's event, or the event itself."""
+
+Chunks = AsyncGenerator[list[Event], None]
+"""A stream's events, as many as are sent together."""
 
 Events = AsyncGenerator[bytes, None]
 
@@ -33,11 +36,14 @@ class ClientGoneError(Exception):
     """The client disconnected before it had its answer."""
 
 
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Returns a value as the JSON of an event."""
+
+
 def event(body: Mapping[str, Any], name: str | None = None) -> bytes:
     """Return one server-sent event."""
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {text}\n\n".encode()
+    return f"{head}data: {to_json(body)}\n\n".encode()
 
 
 async def disconnected(receive: Receive) -> None:
@@ -77,18 +83,72 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
 
 
 async def as_events(chunks: Chunks, *, named: bool = False) -> Events:
-    """Yield the chunks as events.
+    """Yield the chunks' bytes.
 
     Args:
-        chunks: the events' bodies.
+        chunks: the events, or their bodies.
         named: each event's name is its body's `type`, and the last event ends the stream. Without
             names the stream ends with `[DONE]`.
     """
     async with aclosing(chunks):
-        async for chunk in chunks:
-            yield event(chunk, chunk["type"] if named else None)
+        async for group in chunks:
+            yield bytes_of(group, named=named)
     if not named:
         yield DONE
+
+
+def bytes_of(group: Sequence[Event], *, named: bool) -> bytes:
+    """Return events as they are sent."""
+    if len(group) == 1 and isinstance(group[0], bytes):
+        return group[0]
+    return b"".join(
+        each if isinstance(each, bytes) else event(each, each["type"] if named else None)
+        for each in group
+    )
+
+
+BODY = "vlm_serve.body"
+"""Key of the ASGI scope: the `Writing` of a response in chunks, if the connection offers one."""
+
+
+class Writing(Protocol):
+    """Writes chunks of a response's body past `send`, which costs a coroutine a layer."""
+
+    def ready(self) -> bool:
+        """Return True if a chunk may be written now: the head is out, and all chunks have left."""
+
+    def write(self, data: bytes) -> None:
+        """Write a chunk."""
+
+
+class Direct:
+    """The way of a stream's events to its connection while the stream's task waits for them.
+
+    Args:
+        scope: of the request.
+        named: see `as_events`.
+
+    Attributes:
+        open: the task waits for the next event; all before it have been sent.
+        num_sent: how often something was sent, this way or another.
+    """
+
+    def __init__(self, scope: Scope, *, named: bool) -> None:
+        self._body: Writing | None = scope.get(BODY)
+        self._named = named
+        self.open = False
+        self.num_sent = 0
+
+    def ready(self) -> bool:
+        """Return True if events may be sent this way now."""
+        return self.open and self._body is not None and self._body.ready()
+
+    def send(self, group: Sequence[Event]) -> None:
+        """Send events, which may be none."""
+        if group:
+            assert self._body is not None
+            self._body.write(bytes_of(group, named=self._named))
+            self.num_sent += 1
 
 
 Extra = Callable[[], Mapping[str, Any]]
@@ -101,6 +161,7 @@ async def stream_response(
     headers: Mapping[str, str],
     begun: asyncio.Event,
     silence: float,
+    direct: Direct,
     *,
     named: bool = False,
     extra: Extra = dict,
@@ -120,7 +181,7 @@ async def stream_response(
         first.result()  # raises what came before the status
     else:
         begun.set()
-    return EventStream(first, events, headers, extra, silence)
+    return EventStream(first, events, headers, extra, silence, direct)
 
 
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -149,6 +210,7 @@ class EventStream(Response):
         headers: Mapping[str, str],
         extra: Extra = dict,
         silence: float = 0.0,
+        direct: Direct | None = None,
     ) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
@@ -156,7 +218,7 @@ class EventStream(Response):
         self._rest = rest
         self._extra = extra
         self._silence = silence
-        self._sent = 0
+        self._direct = direct or Direct({}, named=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -173,14 +235,17 @@ class EventStream(Response):
             async for chunk in self._rest:
                 await self._pass_on(chunk, send)
         finally:
+            self._direct.open = False
             if pinging is not None:
                 await cancelled(pinging)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass_on(self, chunk: bytes, send: Send) -> None:
-        self._sent += 1
+        self._direct.num_sent += 1
+        self._direct.open = False
         part = {"type": "http.response.body", "more_body": True}
         await send({**part, **self._extra(), "body": chunk})
+        self._direct.open = True
 
     async def _ping(self, scope: Scope, send: Send) -> None:
         """Break every silence; events are sent whole, so this stands between them."""
@@ -188,7 +253,7 @@ class EventStream(Response):
         part = {"type": "http.response.body", "more_body": True, PING: True, "body": ping}
         before = -1 if self._first.done() else 0
         while True:
-            if self._sent == before:
+            if self._direct.num_sent == before:
                 await send(part)
-            before = self._sent
+            before = self._direct.num_sent
             await asyncio.sleep(self._silence)

@@ -29,7 +29,7 @@ from vlm_serve.server.api.responses.new_turn import (
     with_references,
 )
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
-from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.shared.conversation import (
     ConversationTask,
     ParsedRequest,
@@ -39,7 +39,6 @@ from vlm_serve.server.api.shared.conversation import (
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
     Optional,
-    TokenLogprob,
     cache_report_body,
     usage_body,
 )
@@ -53,6 +52,8 @@ from vlm_serve.server.api.shared.output_blocks import (
 from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.auth import owner_of
+from vlm_serve.server.http.frames import GAP
+from vlm_serve.server.http.streaming import Event, to_json
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 
@@ -196,15 +197,29 @@ class ResponseStream(BlockStream):
     def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         if self._is_custom(block):
             text = self._input.grow(text)
-            return [self._text_event("delta", block, [], delta=text)] if text else []
-        return [self._text_event("delta", block, logprobs, delta=text)]
+        if not text:
+            return []
+        number = self._number
+        told = [to_json(logprobs)] if block.kind == "text" else []
+        values = (str(number), *told, to_json(text))
+        frame = self._frames.fill(block.index, partial(self._gapped, block), *values)
+        self._number = number + 1
+        return [frame]
+
+    def _gapped(self, block: OutputBlock) -> dict[str, Any]:
+        return self._text_event("delta", block, GAP, delta=GAP) | {"sequence_number": GAP}
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         top = self._chat.task.params.logprobs
         if top is None:
             return []
         entries = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, top)
-        return [_logprob(entry) for entry in entries]
+        for entry in entries:
+            for token in (entry, *entry["top_logprobs"]):
+                token["bytes"] = (
+                    token["bytes"] or []
+                )  # in this API a list, without text an empty one
+        return entries
 
     def closed(self, block: OutputBlock) -> list[Event]:
         cut = self.finish_reason == "length" or self.is_unfinished(block)
@@ -310,7 +325,7 @@ class ResponseStream(BlockStream):
             return item | {"type": "reasoning", "summary": [], "content": parts}
         return item | {"type": "message", "role": "assistant", "content": parts}
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
@@ -326,8 +341,8 @@ class ResponseStream(BlockStream):
         return self._event(f"response.content_part.{name}", **place, part=_part_of(block))
 
     def _text_event(
-        self, step: str, block: OutputBlock, logprobs: list[dict[str, Any]], **fields: Any
-    ) -> Event:
+        self, step: str, block: OutputBlock, logprobs: Any, **fields: Any
+    ) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
@@ -338,12 +353,3 @@ class ResponseStream(BlockStream):
             custom = self._is_custom(block)
             kind = "custom_tool_call_input" if custom else "function_call_arguments"
         return self._event(f"response.{kind}.{step}", **place, **fields)
-
-
-def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    """Return a logprobs entry in this API's format: without text, `bytes` is empty instead of
-    null."""
-    fields = entry.model_dump()
-    for token in (fields, *fields["top_logprobs"]):
-        token["bytes"] = token["bytes"] or []
-    return fields

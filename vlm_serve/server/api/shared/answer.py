@@ -29,13 +29,18 @@ from vlm_serve.server.failover.covering import Coverage, CoveredResponse
 from vlm_serve.server.http.auth import share_of
 from vlm_serve.server.http.errors import error_event, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
+from vlm_serve.server.http.streaming import (
+    Chunks,
+    Direct,
+    Event,
+    stream_response,
+    until_disconnected,
+)
 from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Preparation, Service
 
 B = TypeVar("B", bound=AnswerRequest)
-Event = dict[str, Any]
-Numbered = AsyncGenerator[tuple[int, Delta], None]
+Numbered = AsyncGenerator[tuple[int, list[Delta]], None]
 
 
 class AnswerStream(ABC):
@@ -49,8 +54,9 @@ class AnswerStream(ABC):
         return []
 
     @abstractmethod
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
-        """Add a delta of one prompt and return the resulting events.
+    def push(self, prompt: int, deltas: Sequence[Delta]) -> list[Event]:
+        """Add deltas of one prompt, at least one, and return the resulting events. Text of the same
+        kind shares an event.
 
         Args:
             prompt: index of the prompt in the request.
@@ -171,10 +177,12 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
     coverage = None if spec.tasks[0].attempt is None else Coverage()
     if spec.stream:
         begun, silence = asyncio.Event(), service.config.stream_silence
-        events = _events(service, spec, coverage, begun, partial(error_event, request.scope))
+        direct = Direct(request.scope, named=spec.named)
+        refused = partial(error_event, request.scope)
+        events = _events(service, spec, coverage, begun, direct, refused)
         extra = dict if coverage is None else coverage.take
         return await stream_response(
-            request, events, spec.headers, begun, silence, named=spec.named, extra=extra
+            request, events, spec.headers, begun, silence, direct, named=spec.named, extra=extra
         )
     answer = await until_disconnected(request, _complete(service, spec, coverage))
     headers = dict(spec.headers)
@@ -195,19 +203,19 @@ async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage | N
     )
     long = long or any(task.pooled for task in spec.tasks)
     async with _submitted(service, spec) as generations:
-        answer, deferred = spec.stream_of(generations), list[tuple[int, Delta]]()
+        answer, deferred = spec.stream_of(generations), list[tuple[int, list[Delta]]]()
 
         def build() -> str:
-            for prompt, delta in deferred:
-                answer.push(prompt, delta)
+            for prompt, deltas in deferred:
+                answer.push(prompt, deltas)
             return answer.result().model_dump_json()
 
-        async with aclosing(_merged(generations, coverage)) as deltas:
-            async for prompt, delta in deltas:
+        async with aclosing(_merged(generations, coverage)) as arriving:
+            async for prompt, deltas in arriving:
                 if long:
-                    deferred.append((prompt, delta))
+                    deferred.append((prompt, deltas))
                 else:
-                    answer.push(prompt, delta)
+                    answer.push(prompt, deltas)
         body = await service.workers.prepare(build) if long else build()
         answer.keep()
         return body
@@ -218,9 +226,10 @@ async def _events(
     spec: ResponseSpec,
     coverage: Coverage | None,
     begun: asyncio.Event,
+    direct: Direct,
     refused: Callable[[VlmServeError], Event],
 ) -> Chunks:
-    """Yield the events of a streamed response.
+    """Yield the events of a streamed response, as many together as have come.
 
     An error before the status has been sent, with the first event or when `begun` was set, is
     raised. A later one becomes an event itself.
@@ -229,23 +238,35 @@ async def _events(
     try:
         async with _submitted(service, spec) as generations:
             answer = spec.stream_of(generations)
-            async with aclosing(_merged(generations, coverage)) as deltas:
-                async for prompt, delta in deltas:
+            if coverage is None and len(generations) == 1:
+                generations[0].queue.direct = partial(_tell, generations[0], answer, direct)
+            async with aclosing(_merged(generations, coverage)) as arriving:
+                async for prompt, deltas in arriving:
                     events = answer.start() if sent is None else []
-                    events += answer.push(prompt, delta)
-                    for event in events:
+                    events += answer.push(prompt, deltas)
+                    if events:
                         sent = answer
-                        yield event
-            for event in answer.end():
-                yield event
+                        yield events
+            if last := answer.end():
+                yield last
     except Exception as error:
         if sent is None and not begun.is_set():
             raise
         if coverage is not None:
             coverage.fail()
         problem = public_error(error, spec.tasks[0].request_id)
-        for event in (sent and sent.failed(problem)) or [refused(problem)]:
-            yield event
+        yield (sent and sent.failed(problem)) or [refused(problem)]
+
+
+def _tell(
+    generation: Generation, answer: AnswerStream, direct: Direct, deltas: Sequence[Delta]
+) -> bool:
+    """Tell deltas in the middle of an answer without its task; return False if the task has to."""
+    if not direct.ready() or any(delta.finish_reason is not None for delta in deltas):
+        return False
+    generation.count(deltas)
+    direct.send(answer.push(0, deltas))
+    return True
 
 
 async def _round_robin(generations: Sequence[Generation]) -> Numbered:
@@ -281,7 +302,7 @@ def _merged(generations: Sequence[Generation], coverage: Coverage | None) -> Num
 
 async def _arriving(generations: Sequence[Generation]) -> Numbered:
     """Yield the deltas of all generations as they arrive."""
-    pending: dict[asyncio.Future[Delta], int] = {}
+    pending: dict[asyncio.Future[list[Delta]], int] = {}
     streams = [generation.deltas() for generation in generations]
 
     def request_next(number: int) -> None:

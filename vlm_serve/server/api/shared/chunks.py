@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 from vlm_serve.engine.requests.outputs import Delta, Usage
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.shared.answer import AnswerStream, Event
+from vlm_serve.server.api.shared.answer import AnswerStream
 from vlm_serve.server.api.shared.fields import (
     AnswerRequest,
     StreamOptions,
@@ -17,6 +17,24 @@ from vlm_serve.server.api.shared.fields import (
     cache_report_fields,
     usage_body,
 )
+from vlm_serve.server.http.frames import GAP, Frames
+from vlm_serve.server.http.streaming import Event, to_json
+
+Part = dict[str, Any]
+
+
+class Framed(NamedTuple):
+    """A part of a choice in the middle of its answer: such parts differ in their values only.
+
+    Attributes:
+        shape: names the shape among those of the choice.
+        make: makes the part with `GAP` in place of its values.
+        values: as JSON, in the order of the gaps.
+    """
+
+    shape: Hashable
+    make: Callable[[], Part]
+    values: tuple[str, ...]
 
 
 class ChunkStream(AnswerStream):
@@ -33,6 +51,9 @@ class ChunkStream(AnswerStream):
         continuous: every chunk has the usage so far.
     """
 
+    tells_usage = False
+    """Every chunk has a field for the usage, even if nothing is said there."""
+
     def __init__(
         self,
         body: AnswerRequest,
@@ -46,24 +67,48 @@ class ChunkStream(AnswerStream):
         self._generations = generations
         # Choices whose last delta has not been pushed; the generations may be ahead.
         self._unfinished = sum(generation.task.params.n for generation in generations)
+        self._frames = Frames()
 
     @abstractmethod
-    def parts(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
-        """Add a delta to its choice and return the choice's parts for it."""
+    def parts(self, prompt: int, deltas: Sequence[Delta]) -> Sequence[Part | Framed]:
+        """Add deltas of one choice to it and return the choice's parts for them."""
 
     @abstractmethod
-    def chunk(self, choices: list[dict[str, Any]]) -> Event:
+    def chunk(self, choices: list[Part]) -> dict[str, Any]:
         """Return the next chunk, with these parts."""
 
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
-        self._unfinished -= delta.finish_reason is not None
-        chunks = [self.chunk([part]) for part in self.parts(prompt, delta)]
-        if self._usage_last:
-            for chunk in chunks:
-                chunk["usage"] = self.usage().model_dump() if self.continuous else None
-        elif chunks and not self._unfinished:
-            chunks[-1] |= self._final_fields()
-        return chunks
+    def push(self, prompt: int, deltas: Sequence[Delta]) -> list[Event]:
+        choices: dict[int, list[Delta]] = {}
+        for delta in deltas:
+            choices.setdefault(delta.index, []).append(delta)
+        events: list[Event] = []
+        for index, own in choices.items():
+            self._unfinished -= own[-1].finish_reason is not None
+            for part in self.parts(prompt, own):
+                if isinstance(part, Framed):
+                    events.append(self._filled(part, prompt, index))
+                else:
+                    events.append(self._chunk(part, self._usage_so_far))
+            last = events[-1] if events and not self._unfinished else None
+            if isinstance(last, dict) and not self._usage_last:
+                last |= self._final_fields()
+        return events
+
+    def _filled(self, part: Framed, prompt: int, index: int) -> bytes:
+        values = part.values
+        if self.continuous and (self.tells_usage or self._usage_last):
+            values += (to_json(self._usage_so_far()),)
+        shape = (prompt, index, part.shape)
+        return self._frames.fill(shape, lambda: self._chunk(part.make(), lambda: GAP), *values)
+
+    def _chunk(self, part: Part, usage: Callable[[], Any]) -> dict[str, Any]:
+        chunk = self.chunk([part])
+        if self.tells_usage or self._usage_last:
+            chunk["usage"] = usage() if self.continuous else None
+        return chunk
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        return self.usage().model_dump()
 
     def end(self) -> list[Event]:
         if not self._usage_last:

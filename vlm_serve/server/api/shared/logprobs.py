@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from vlm_serve.engine.requests.outputs import PromptLogprobs
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-from vlm_serve.server.api.shared.fields import (
-    CompletionLogprobs,
-    PromptLogprob,
-    TokenLogprob,
-    TopLogprob,
-)
+from vlm_serve.server.api.shared.fields import PromptLogprob
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
+Entry = dict[str, Any]
+"""The fields of a token's log-probability: a model of them would cost more than the token."""
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> Entry:
+    """Return the fields of a `TopLogprob`."""
     raw = tokenizer.token_bytes(token)
-    return TopLogprob(
-        token=token_text(tokenizer, token),
-        logprob=logprob if math.isfinite(logprob) else LOWEST,
-        bytes=list(raw) if raw else None,
-    )
+    return {
+        "token": raw.decode("utf-8", "replace"),
+        "logprob": logprob if math.isfinite(logprob) else LOWEST,
+        "bytes": list(raw) if raw else None,
+    }
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -39,13 +40,12 @@ def ranked(logprobs: dict[int, float], count: int) -> list[tuple[int, float]]:
 
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[dict[int, float]], top: int
-) -> list[TokenLogprob]:
-    """Return `choices[].logprobs.content`: one entry per token with its `top` alternatives."""
+) -> list[Entry]:
+    """Return `choices[].logprobs.content`: the fields of a `TokenLogprob` per token, with its `top`
+    alternatives."""
     return [
-        TokenLogprob(
-            **_entry(tokenizer, token, row[token]).model_dump(),
-            top_logprobs=[_entry(tokenizer, other, value) for other, value in ranked(row, top)],
-        )
+        _entry(tokenizer, token, row[token])
+        | {"top_logprobs": [_entry(tokenizer, other, value) for other, value in ranked(row, top)]}
         for token, row in zip(tokens, logprobs, strict=True)
     ]
 
@@ -86,8 +86,8 @@ def completion_logprobs(
     logprobs: Sequence[dict[int, float] | None],
     top: int,
     offset: int,
-) -> CompletionLogprobs:
-    """Return `choices[].logprobs` of /v1/completions.
+) -> Entry:
+    """Return `choices[].logprobs` of /v1/completions: the fields of `CompletionLogprobs`.
 
     Args:
         logprobs: one row per token; None for an echoed prompt's first token, and for one without a
@@ -99,13 +99,13 @@ def completion_logprobs(
     for text in texts:
         offsets.append(offset)
         offset += len(text)
-    return CompletionLogprobs(
-        tokens=texts,
-        token_logprobs=[
+    return {
+        "tokens": texts,
+        "token_logprobs": [
             None if row is None else max(row[token], LOWEST)
             for token, row in zip(tokens, logprobs, strict=True)
         ],
-        top_logprobs=[
+        "top_logprobs": [
             None
             if row is None
             else {
@@ -116,5 +116,15 @@ def completion_logprobs(
         ]
         if top
         else None,
-        text_offset=offsets,
-    )
+        "text_offset": offsets,
+    }
+
+
+def joined_logprobs(parts: Sequence[Entry]) -> Entry | None:
+    """Return `choices[].logprobs` of tokens that follow each other; None if there are none."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    return {
+        name: None if value is None else [each for part in parts for each in part[name]]
+        for name, value in parts[0].items()
+    }

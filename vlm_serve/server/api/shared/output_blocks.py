@@ -7,6 +7,7 @@ and closes.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,8 +18,10 @@ from vlm_serve.server.answers.json_calls import decodable
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
 from vlm_serve.server.answers.tool_values import is_json
-from vlm_serve.server.api.shared.answer import AnswerStream, Event
+from vlm_serve.server.api.shared.answer import AnswerStream
 from vlm_serve.server.failover.attempt import Attempt, new_token
+from vlm_serve.server.http.frames import Frames
+from vlm_serve.server.http.streaming import Event
 
 
 @dataclass(slots=True)
@@ -58,10 +61,16 @@ class BlockStream(AnswerStream):
         self.reasoning_tokens = 0
         self._num_tokens = 0
         self._parser = parser
+        self._frames = Frames(named=True)
         self._logprobs: list[dict[str, Any]] = []
         self._open: OutputBlock | None = None
+        self._new = OutputBlock("text", -1, "")  # what has not been told of the open one
 
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
+    def push(self, prompt: int, deltas: Sequence[Delta]) -> list[Event]:
+        events = [event for delta in deltas for event in self._push(delta)]
+        return events + self._tell()
+
+    def _push(self, delta: Delta) -> list[Event]:
         in_text = self._parser.in_content
         pieces = self._parser.feed(delta.text) if delta.text else []
         self._logprobs += self.logprobs_of(delta)
@@ -124,7 +133,17 @@ class BlockStream(AnswerStream):
         logprobs, self._logprobs = self._logprobs, []
         if block.kind == "text":
             block.logprobs += logprobs
-        return events + self.grown(block, piece.text, logprobs)
+        self._new.text += piece.text
+        self._new.logprobs += logprobs
+        return events
+
+    def _tell(self) -> list[Event]:
+        """Return the events for what the open block has grown by."""
+        new, block = self._new, self._open
+        if block is None or not new.text:
+            return []
+        self._new = OutputBlock("text", -1, "")
+        return self.grown(block, new.text, new.logprobs)
 
     def _switch(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> list[Event]:
         """Ensure that a block of this kind is open. Every tool call gets a new block."""
@@ -137,8 +156,10 @@ class BlockStream(AnswerStream):
         return events + self.opened(self._open)
 
     def _close(self) -> list[Event]:
-        block, self._open = self._open, None
-        return [] if block is None else self.closed(block)
+        if self._open is None:
+            return []
+        events, block, self._open = self._tell(), self._open, None
+        return events + self.closed(block)
 
 
 _BEGINNING = '{"input": "'

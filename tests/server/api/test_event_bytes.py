@@ -1,0 +1,148 @@
+"""Streams are byte for byte those that clients have always got, however their events are made.
+
+`tests/data/event_streams.json` was written by the code before events had frames:
+`python tests/server/api/test_event_bytes.py` writes it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import Asked, Replica, bytes_of
+from fake_engine import FakeEngine
+
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
+from vlm_serve.server.failover.attempt import Attempt
+
+RECORDED = Path(__file__).parents[2] / "data" / "event_streams.json"
+SCRIPT = Path(__file__).parents[3] / "examples" / "clients" / "script.json"
+
+ODD = 'a "b" \\ </c>\n\t\x01\x7f\u2028é漢😀\ufffd'
+THOUGHT = "<think>\nhm, so\n</think>\n\nYes."
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+XML = "<tool_call>\n<function=look>\n<parameter=at>\nsky\n</parameter>\n</function>\n</tool_call>"
+LOOK: dict[str, Any] = {
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+}
+SAID = [{"role": "user", "content": "hi"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/inference/v1/generate"
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": SAID},
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 64},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: {"messages": SAID, "max_tokens": 99},
+    GENERATE: {"token_ids": [5, 6], "sampling_params": {"max_tokens": 64}},
+}
+USAGE = {"stream_options": {"include_usage": True}}
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+TOOLS = {"tools": [{"type": "function", "function": LOOK}]}
+CUSTOM = {"tools": [{"type": "custom", "custom": {"name": "look"}}]}
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    f"{path.removeprefix('/v1/')} {name}": (path, fields, answer)
+    for path, fields, name, answer in [
+        *((path, {}, "plain", ODD) for path in BASE),
+        *((path, {}, "thought", THOUGHT) for path in (CHAT, RESPONSES, MESSAGES)),
+        *((path, {"max_tokens": 4}, "cut", ODD) for path in (CHAT, COMPLETIONS, MESSAGES)),
+        *((path, {"n": 2}, "choices", "two words") for path in (CHAT, COMPLETIONS)),
+        *((path, USAGE, "usage", "two words") for path in (CHAT, COMPLETIONS)),
+        *((path, CONTINUOUS, "each usage", "two words") for path in (CHAT, COMPLETIONS, GENERATE)),
+        *((path, {"cache_report": True}, "report", "so") for path in BASE),
+        *(
+            (path, {"return_token_ids": True, "n": 2}, "tokens", "so é")
+            for path in (CHAT, COMPLETIONS)
+        ),
+        (CHAT, {"logprobs": True, "top_logprobs": 2} | USAGE, "logprobs", "so é😀\n"),
+        (CHAT, {"logprobs": True, "return_token_ids": True}, "no rivals", THOUGHT),
+        (COMPLETIONS, {"logprobs": 2}, "logprobs", "so é😀\n"),
+        (COMPLETIONS, {"logprobs": 0, "return_token_ids": True} | USAGE, "no rivals", "so é"),
+        (COMPLETIONS, {"prompt": ["hi", "ho"], "echo": True, "n": 2}, "echo", "so"),
+        (COMPLETIONS, {"prompt": "hi", "echo": True, "max_tokens": 0}, "only echo", "so"),
+        (
+            RESPONSES,
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+            "logprobs",
+            "<think>\na\n</think>\n\nso é",
+        ),
+        (GENERATE, {"sampling_params": {"logprobs": 2, "n": 2}}, "logprobs", "so é"),
+        (GENERATE, {"sampling_params": {"logprobs": 0}}, "no rivals", "so é"),
+        *((CHAT, TOOLS, f"call {form}", f"I look.\n{text}") for form, text in
+          (("json", CALL), ("xml", XML))),
+        (CHAT, {"functions": [LOOK]}, "old call", XML),
+        (CHAT, CUSTOM, "custom call", XML.replace("=at>", "=input>")),
+        (RESPONSES, {"tools": [{"type": "function", **LOOK}]}, "call", f"I look.\n{XML}"),
+        (
+            RESPONSES,
+            {"tools": [{"type": "custom", "name": "look"}]},
+            "custom call",
+            XML.replace("=at>", "=input>"),
+        ),
+        (
+            MESSAGES,
+            {"tools": [{"name": "look", "input_schema": LOOK["parameters"]}]},
+            "call",
+            f"{THOUGHT}\n{XML}",
+        ),
+        *(
+            (CHAT, TOOLS, f"client {number}", entry["answer"])
+            for number, entry in enumerate(json.loads(SCRIPT.read_text()))
+            if number < 5 and len(entry["answer"]) < 160
+        ),
+    ]
+}  # fmt: skip
+
+
+def stream_of(tokenizer: Tokenizer, name: str, *, together: bool, interval: float = 0.0) -> bytes:
+    """The body of a stream.
+
+    Args:
+        together: tokens that come together share an event, as in a server without a gateway.
+    """
+    path, fields, answer = CASES[name]
+    body = BASE[path] | fields | {"stream": True, "temperature": 0}
+    engine = FakeEngine(tokenizer)
+    engine.answer = answer
+
+    async def run() -> bytes:
+        parser = {"tool_call_parser": "hermes"} if "json" in name else {}
+        options = {"stream_interval": interval} if interval else {}
+        replica = Replica(engine, reasoning_parser="qwen3", **parser, **options)
+        attempt = None if together else Attempt(1, "one", 1_700_000_000)
+        told = await replica.answer(Asked(path, body), attempt, [(b"x-request-id", b"one")])
+        assert told[0]["status"] == 200, bytes_of(told)
+        return bytes_of(told)
+
+    try:
+        return asyncio.run(run())
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, str]:
+    streams: dict[str, str] = json.loads(RECORDED.read_text())
+    return streams
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_has_the_bytes_of_before(
+    tokenizer: Tokenizer, recorded: dict[str, str], name: str
+) -> None:
+    assert stream_of(tokenizer, name, together=False).decode() == recorded[name]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    from make_checkpoint import make_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = Tokenizer(make_checkpoint(Path(folder)))
+        streams = {name: stream_of(made, name, together=False).decode() for name in CASES}
+    RECORDED.write_text(json.dumps(streams, indent=0, ensure_ascii=False) + "\n")
