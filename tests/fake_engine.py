@@ -3,10 +3,12 @@ failures in the middle of an answer, tool calls, its own death."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, fields
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -116,6 +118,21 @@ class FakePins:
         return 0
 
 
+def _wait_for_loop(on_step: Any) -> None:
+    """Wait until the server's event loop has dealt with what it was woken for."""
+
+    async def turns() -> None:
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    mailbox = getattr(on_step, "__self__", None)
+    turning = turns()
+    try:
+        asyncio.run_coroutine_threadsafe(turning, mailbox._loop).result(5)
+    except (AttributeError, RuntimeError, TimeoutError, CancelledError):
+        turning.close()  # the loop has ended
+
+
 class FakeEngine:
     """Answers every request with `answer`, a token at a time.
 
@@ -125,6 +142,7 @@ class FakeEngine:
         check_gate: while it is clear, a check of the cache goes on.
         pause_after: after so many deltas of a request, `gate` is cleared.
         fail_after: after so many tokens of a choice, requests end with `failure`.
+        paced: every token has been told before the next one comes, so none share an event.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
@@ -161,6 +179,7 @@ class FakeEngine:
         self.answer = "Hello, world!"
         self.fail_after: int | None = None
         self.pause_after: int | None = None
+        self.paced = True
         self.failure: Exception = VlmServeError("the step failed")
         self.check_error: AssertionError | None = None
         self.submit_error: Exception | None = None
@@ -309,6 +328,8 @@ class FakeEngine:
                 request.on_delta(delta)
                 if request.on_step is not None:
                     request.on_step()
+                if self.paced:
+                    _wait_for_loop(request.on_step)
 
     def _forget(self, request: FakeRequest) -> None:
         for name, other in list(self.requests.items()):

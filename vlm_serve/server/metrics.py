@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -219,18 +219,18 @@ def _plain(name: str) -> str:
 
 
 class TokenTimes(Collector):
-    """Histogram of the times between two tokens of one choice. It has no lock: one thread adds."""
+    """Histogram of the times between two tokens of one choice. It is used on the event loop only,
+    so adding takes no lock."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._counts = [0] * (len(_TOKEN_SECONDS) + 1)
         self._seconds = 0.0
 
-    def add(self, seconds: Sequence[float]) -> None:
-        """Add times."""
-        for each in seconds:
-            self._counts[bisect_left(_TOKEN_SECONDS, each)] += 1
-            self._seconds += each
+    def add(self, seconds: float) -> None:
+        """Add a time."""
+        self._counts[bisect_left(_TOKEN_SECONDS, seconds)] += 1
+        self._seconds += seconds
 
     def collect(self) -> Iterator[Metric]:
         """Yield the histogram."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
@@ -108,10 +108,10 @@ class ServerState:
             code="model_not_found",
         )
 
-    def record_next_tokens(self, seconds: Sequence[float]) -> None:
-        """Record the seconds before each of several tokens since the one of its choice before."""
+    def record_next_token(self, seconds: float) -> None:
+        """Record the seconds between two tokens of one choice."""
         self.metrics.inter_token_latency.add(seconds)
-        self.inter_token_seconds.add(*seconds)
+        self.inter_token_seconds.add(seconds)
 
     def record_finished(self, finished: FinishedRequest) -> None:
         """Record a finished request in metrics, access log and traces."""
@@ -158,11 +158,9 @@ class LatencyWindow:
         self._clock = clock
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
 
-    def add(self, *values: float) -> None:
-        """Add samples."""
-        now = self._clock()
-        for value in values:
-            self._samples.append((now, value))
+    def add(self, value: float) -> None:
+        """Add a sample."""
+        self._samples.append((self._clock(), value))
 
     def percentiles(self) -> dict[str, float | int | None]:
         """Return median, 99th percentile and number of the samples; None without samples."""

@@ -212,6 +212,6 @@ def test_a_choice_with_an_unfinished_call_asks_nobody_to_run_it(end: str, reason
     body = ChatCompletionRequest.model_validate({"messages": []})
     parser = OutputParser(tools=TOOLS)
     choice = ChatChoiceState(body, parser, None, 0)  # type: ignore[arg-type]
-    choice.push(Delta(0, text=text))
-    choice.push(Delta(0, finish_reason="stop"))
+    choice.push([Delta(0, text=text)])
+    choice.push([Delta(0, finish_reason="stop")])
     assert choice.result().finish_reason == reason

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attempts import Asked, Replica, bytes_of
 from fake_engine import FakeEngine
+from serving import running
 
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
+from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import Attempt
+from vlm_serve.server.http.connections import ChunkedBody
 
 RECORDED = Path(__file__).parents[2] / "data" / "event_streams.json"
 SCRIPT = Path(__file__).parents[3] / "examples" / "clients" / "script.json"
@@ -107,7 +111,7 @@ def stream_of(tokenizer: Tokenizer, name: str, *, together: bool, interval: floa
     path, fields, answer = CASES[name]
     body = BASE[path] | fields | {"stream": True, "temperature": 0}
     engine = FakeEngine(tokenizer)
-    engine.answer = answer
+    engine.answer, engine.paced = answer, not together
 
     async def run() -> bytes:
         parser = {"tool_call_parser": "hermes"} if "json" in name else {}
@@ -135,6 +139,94 @@ def test_a_stream_has_the_bytes_of_before(
     tokenizer: Tokenizer, recorded: dict[str, str], name: str
 ) -> None:
     assert stream_of(tokenizer, name, together=False).decode() == recorded[name]
+
+
+@pytest.mark.parametrize("interval", [0.0, 60_000.0])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_that_come_together_lose_nothing(
+    tokenizer: Tokenizer, recorded: dict[str, str], name: str, interval: float
+) -> None:
+    """With a long interval all but the first ones come together, without one some may."""
+    told = stream_of(tokenizer, name, together=True, interval=interval).decode()
+    assert folded(told) == folded(recorded[name])
+    if interval and name.endswith(("plain", "thought")):
+        assert len(told) < 0.8 * len(recorded[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith(("plain", "logprobs"))])
+def test_what_is_told_without_a_task_has_the_same_bytes(
+    tokenizer: Tokenizer,
+    recorded: dict[str, str],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over a real connection."""
+    path, fields, answer = CASES[name]
+    written, write = list[bytes](), ChunkedBody.write
+
+    def noted(body: ChunkedBody, data: bytes) -> None:
+        written.append(data)
+        write(body, data)
+
+    monkeypatch.setattr(ChunkedBody, "write", noted)
+    engine = FakeEngine(tokenizer)
+    engine.answer = answer
+    body = BASE[path] | fields | {"stream": True, "temperature": 0}
+    config = ServerConfig(port=0, reasoning_parser="qwen3", stream_silence=0.0)
+    with (
+        running(engine, config) as server,
+        server.client.stream("POST", path, json=body, headers={"x-request-id": "one"}) as response,
+    ):
+        told = response.read()
+    engine.close()
+    assert folded(told.decode()) == folded(recorded[name])
+    assert written and all(each in told for each in written)
+
+
+TEXTS = {"text", "content", "reasoning", "reasoning_content", "delta", "arguments", "input"}
+TEXTS |= {"partial_json", "thinking"}
+ONCE = {"usage", "cache_report", "prompt_token_ids"}
+
+
+def folded(stream: str) -> dict[int, list[Any]]:
+    """The events of each choice of a stream, those that follow each other in one as far as they
+    tell more of the same. Ids and times are left out, and the numbers of events, which must count.
+    """
+    stream = re.sub(r"[0-9a-f]{32}", "id", stream)
+    stream = re.sub(r'"(created|created_at)":\d+', r'"\1":0', stream)
+    lanes: dict[int, list[Any]] = {}
+    for number, text in enumerate(stream.removesuffix("\n\n").split("\n\n")):
+        name, _, data = text.rpartition("data: ")
+        event: dict[str, Any] = json.loads(data) if data != "[DONE]" else {"done": True}
+        assert event.pop("sequence_number", number) == number
+        (choice,) = event.get("choices") or [{}]
+        lane = lanes.setdefault(choice.get("index", -1), [{}])
+        for part in (event, choice):  # that stand in the first event, the last one, or in all
+            lane[0] |= {name: part.pop(name) for name in ONCE & part.keys() if part[name]}
+            part.pop("usage", None)
+        together = fold(lane[-1], [name, event]) if len(lane) > 1 else None
+        lane[-1:] = [lane[-1], [name, event]] if together is None else [together]
+    return lanes
+
+
+def fold(one: Any, more: Any, key: str = "") -> Any:
+    """What two values of consecutive events tell together; None: something else."""
+    if key == "delta" and {"content": ""} in (one, more):
+        return one if more == {"content": ""} else more
+    if isinstance(one, dict) and isinstance(more, dict) and one.keys() == more.keys():
+        parts = {name: fold(value, more[name], name) for name, value in one.items()}
+        same = {name for name, value in one.items() if value is None and more[name] is None}
+        return None if any(parts[name] is None for name in parts.keys() - same) else parts
+    if isinstance(one, list) and isinstance(more, list):
+        if key in ("", "choices", "tool_calls"):
+            parts = [fold(*pair) for pair in zip(one, more, strict=True)]
+            return None if None in parts else parts
+        return one + more
+    if isinstance(one, str) and isinstance(more, str) and key in TEXTS:
+        return one + more
+    if one is None and key in ("finish_reason", "stop_reason"):
+        return more
+    return one if one == more else None
 
 
 if __name__ == "__main__":

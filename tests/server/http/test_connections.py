@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import socket
 import time
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 from server_process import server_process
-from serving import WAIT_SECONDS, RunningServer, connect, running, wait_for
+from serving import WAIT_SECONDS, RunningServer, connect, parse_events, running, wait_for
 
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
@@ -283,3 +284,74 @@ def test_one_length_keeps_the_connection(tokenizer: Tokenizer) -> None:
             said += connection.recv(65536)
         connection.close()
     assert b"connection: close" not in said.lower()
+
+
+def asked(version: bytes, path: bytes = b"/v1/chat/completions", close: bool = True) -> bytes:
+    body = CHAT % 9
+    head = b"POST %b HTTP/%b\r\nHost: [::1]\r\nContent-Type: application/json\r\n" % (path, version)
+    head += b"X-Request-Id: one\r\n" + b"Connection: close\r\n" * close
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def unframed(said: bytes) -> tuple[bytes, bytes]:
+    """The body of an answer in chunks, and what follows it."""
+    body = b""
+    while True:
+        size, _, rest = said.partition(b"\r\n")
+        length = int(size, 16)
+        chunk, said = rest[:length], rest[length:]
+        assert len(chunk) == length and said.startswith(b"\r\n")
+        body, said = body + chunk, said[2:]
+        if not length:
+            return body, said
+
+
+def test_a_stream_is_framed_as_its_client_knows(tokenizer: Tokenizer) -> None:
+    """In chunks for HTTP/1.1, also if another request is waiting; up to the end for HTTP/1.0."""
+    masked = re.compile(rb'"created":\d+')
+    with serving(tokenizer) as server:
+        old = until_closed(raw(server, asked(b"1.0")))
+        head, _, plain = old.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower() and plain.startswith(b"data: {")
+        assert plain.endswith(b"data: [DONE]\n\n") and plain.count(b"data: {") > 5
+        new = until_closed(raw(server, asked(b"1.1", close=False) + asked(b"1.1")))
+        for _ in range(2):
+            head, _, new = new.partition(b"\r\n\r\n")
+            assert b"\r\ntransfer-encoding: chunked" in head.lower()
+            body, new = unframed(new)
+            assert masked.sub(b"", body) == masked.sub(b"", plain)
+        assert new == b""
+
+
+def test_head_has_no_body_and_keeps_the_connection(tokenizer: Tokenizer) -> None:
+    head = b"HEAD /v1/models HTTP/1.1\r\nHost: [::1]\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n\r\n"
+    with serving(tokenizer) as server:
+        said = until_closed(raw(server, head, head, last))
+    assert said.count(b"HTTP/1.1 200") == 3
+    assert said.count(b"\r\n\r\nHTTP/1.1 200") == 2
+
+
+def test_a_stream_whose_events_do_not_leave_tells_more_in_each(tokenizer: Tokenizer) -> None:
+    """Nothing of it is lost, and others go on meanwhile."""
+    with serving(tokenizer, send_timeout=60.0) as server:
+        server.engine.answer, server.engine.paced = "one word and " * 20_000, False
+        body = CHAT % 4000
+        head = HEAD + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(head + body)
+            wait_for(lambda: not server.engine.requests)
+            assert server.client.get("/health").status_code == 200
+            client.settimeout(WAIT_SECONDS)
+            said = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    told, rest = unframed(said.partition(b"\r\n\r\n")[2])
+    events = parse_events(told.decode())
+    deltas = [event["choices"][0]["delta"] for event in events]
+    tokens = tokenizer.encode_plain("one word and " * 20_000)[:4000]
+    expected = "".join(tokenizer.token_bytes(token).decode() for token in tokens)
+    assert rest == b"" and "".join(each.get("content", "") for each in deltas) == expected
+    assert len(events) < 3000
+    assert events[-1]["choices"][0]["finish_reason"] == "length"

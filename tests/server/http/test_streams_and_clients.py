@@ -239,3 +239,36 @@ def test_openais_and_anthropics_clients_wait(soon: RunningServer) -> None:
         assert events.get_final_text()
     client.close()
     other.close()
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_may_have_an_interval(tokenizer: Tokenizer, path: str) -> None:
+    """The first token and the end do not wait for it, and nothing between them is lost."""
+    fields = STREAMS[path][0] | {"stream": True}
+    engines = [FakeEngine(tokenizer) for _ in range(2)]
+    told: list[str] = []
+    for engine, interval in zip(engines, (0.0, 60_000.0), strict=True):
+        with running(engine, ServerConfig(port=0, stream_interval=interval)) as server:
+            told.append("")
+            with server.client.stream("POST", path, json=fields) as response:
+                for piece in response.iter_text():
+                    told[-1] += piece
+    each, few = (text.count("data: {") for text in told)
+    assert each > few + 5
+    ends = [text.strip().rpartition("\n\n")[2] for text in told]
+    assert ends[0].partition(":")[0] == ends[1].partition(":")[0]
+
+
+def test_the_first_token_does_not_wait_for_an_interval(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer)
+    engine.pause_after = 1
+    with running(engine, ServerConfig(port=0, stream_interval=60_000.0)) as server:
+        body = chat_body("hi", stream=True)
+        with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            pieces = response.iter_text()
+            first = next(pieces)
+            assert "assistant" in first and '"content":"H"' in first
+            engine.gate.set()
+            rest = parse_events("".join(pieces))
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in rest)
+    assert text == "ello, world!" and len(rest) == 2

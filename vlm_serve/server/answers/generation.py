@@ -146,7 +146,7 @@ class Generation:
 
     def count(self, deltas: Sequence[Delta]) -> None:
         """Count deltas that are about to be told."""
-        now, times = time.monotonic(), list[float]()
+        now = time.monotonic()
         for delta in deltas:
             if delta.prompt_logprobs is not None:
                 self.prompt_logprobs = delta.prompt_logprobs
@@ -156,8 +156,7 @@ class Generation:
             self._report(delta)
             if delta.token_ids and self._is_new:
                 self._state.num_generated_tokens += len(delta.token_ids)
-                self._observe_token(delta.index, delta.time if self.patient else now, times)
-        self._state.record_next_tokens(times)
+                self._observe_token(delta.index, delta.time if self.patient else now)
 
     def _fail(self, delta: Delta) -> NoReturn:
         """Raise the error of a request that the engine has ended."""
@@ -179,13 +178,13 @@ class Generation:
         """Return the parameters for the engine, and further options of `Engine.submit`."""
         return self.task.params, {}
 
-    def _observe_token(self, index: int, now: float, times: list[float]) -> None:
+    def _observe_token(self, index: int, now: float) -> None:
         if self.first_token_time is None:
             self.first_token_time = now
             self._state.first_token_seconds.add(now - self.task.arrival)
         before = self._token_times.get(index)
         if before is not None:
-            times.append(now - before)
+            self._state.record_next_token(now - before)
         self._token_times[index] = now
 
     def finished(self) -> FinishedRequest:

@@ -345,7 +345,7 @@ class Quoting:
 
     def add(self, text: str) -> None:
         """Add the next text."""
-        for run in re.findall(r"`+|[^`]+", text):
+        for run in re.findall(r"`+|[^`]+", text) if "`" in text else (text,):
             if run[0] == "`":
                 self.ticks += len(run)
             else:

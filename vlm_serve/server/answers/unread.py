@@ -20,8 +20,8 @@ class UnreadDeltas:
 
     Attributes:
         on_change: called with True when too many deltas wait, with False when they are taken.
-        direct: takes deltas in place of a waiting reader, or returns False; a reader costs a task
-            its turn. An error of it is the reader's.
+        direct: takes deltas in place of a waiting reader, which costs a task its turn, or returns
+            False. What has ended is the reader's, and so is an error of this.
     """
 
     def __init__(self, most: int, interval: float = 0.0) -> None:
@@ -32,7 +32,7 @@ class UnreadDeltas:
         self._reader: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        self._full = False
+        self._full = self._ended = False
 
     def put(self, delta: Delta) -> None:
         """Add a delta, and have it taken."""
@@ -43,7 +43,7 @@ class UnreadDeltas:
         """Add a delta; `settle` has to follow."""
         self._deltas.append(delta)
         if delta.finish_reason is not None:
-            self._due = 0.0
+            self._ended, self._due = True, 0.0
         if not self._full and len(self._deltas) >= self._most:
             self._full = True
             self.on_change(True)
@@ -58,7 +58,7 @@ class UnreadDeltas:
                 self._timer = loop.call_at(self._due, self._over)
             return
         try:
-            if self.direct is not None and self.direct(self._deltas):
+            if self.direct is not None and not self._ended and self.direct(self._deltas):
                 self._taken()
                 return
         except Exception as error:
@@ -80,7 +80,7 @@ class UnreadDeltas:
         self.settle()
 
     def _taken(self) -> list[Delta]:
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas, self._ended = self._deltas, [], False
         if self._interval:
             self._due = asyncio.get_running_loop().time() + self._interval
         if self._full:

@@ -140,7 +140,7 @@ class CompletionChoiceState:
         self._reports: tuple[PromptLogprobs, ...] | None = None
         self._length = 0
         self._last = Delta(index)
-        self._begun = False
+        self._begun, self._only_echo = False, body.only_echo
 
     def push(self, deltas: Sequence[Delta]) -> Part | Framed | None:
         """Add deltas and return the stream's part for them, or None if they have nothing to
@@ -149,10 +149,13 @@ class CompletionChoiceState:
         texts, ids, reports = list[str](), list[int](), list[Part]()
         told = False
         for delta in deltas:
-            if body.only_echo:
+            if self._only_echo:
                 delta = _without_answer(delta)
-            offset = self._length
-            text, tokens, rows = self._told(delta)
+            text, offset = delta.text, self._length
+            tokens: Sequence[int] = delta.token_ids
+            rows: Sequence[dict[int, float] | None] = delta.logprobs
+            if not self._begun:
+                text, tokens, rows = self._first(delta)
             self._length += len(text)
             self._begun, self._last = True, delta
             self._reported += tokens
@@ -177,11 +180,9 @@ class CompletionChoiceState:
             values.append(to_json(ids))
         return Framed("", self._shape, tuple(values))
 
-    def _told(self, delta: Delta) -> tuple[str, Sequence[int], Sequence[dict[int, float] | None]]:
-        """Return the text of a delta and its reported tokens, with an echo before the first one."""
+    def _first(self, delta: Delta) -> tuple[str, Sequence[int], Sequence[dict[int, float] | None]]:
+        """Return the text of the first delta and its reported tokens, behind the echo."""
         text, tokens, logprobs = delta.text, delta.token_ids, delta.logprobs
-        if self._begun:
-            return text, tokens, logprobs
         self._reports = delta.prompt_logprobs
         if not self._body.echo:
             return text, tokens, logprobs

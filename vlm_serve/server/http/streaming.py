@@ -36,7 +36,7 @@ class ClientGoneError(Exception):
     """The client disconnected before it had its answer."""
 
 
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 """Returns a value as the JSON of an event."""
 
 

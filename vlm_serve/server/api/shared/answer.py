@@ -262,7 +262,7 @@ def _tell(
     generation: Generation, answer: AnswerStream, direct: Direct, deltas: Sequence[Delta]
 ) -> bool:
     """Tell deltas in the middle of an answer without its task; return False if the task has to."""
-    if not direct.ready() or any(delta.finish_reason is not None for delta in deltas):
+    if not direct.ready():
         return False
     generation.count(deltas)
     direct.send(answer.push(0, deltas))
