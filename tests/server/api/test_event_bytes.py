@@ -204,21 +204,32 @@ def folded(stream: str) -> dict[int, list[Any]]:
         for part in (event, choice):  # that stand in the first event, the last one, or in all
             lane[0] |= {name: part.pop(name) for name in ONCE & part.keys() if part[name]}
             part.pop("usage", None)
+            for name in {"logprobs", "token_ids"} & part.keys():  # of all tokens, in their order
+                lane[0][name] = gathered(lane[0].get(name), part.pop(name))
         together = fold(lane[-1], [name, event]) if len(lane) > 1 else None
         lane[-1:] = [lane[-1], [name, event]] if together is None else [together]
     return lanes
+
+
+def gathered(one: Any, more: Any) -> Any:
+    """Lists, perhaps in dictionaries, behind each other."""
+    if isinstance(one, dict) and more is not None:
+        return {name: gathered(value, more[name]) for name, value in one.items()}
+    return (one or more) if not (one and more) else one + more
 
 
 def fold(one: Any, more: Any, key: str = "") -> Any:
     """What two values of consecutive events tell together; None: something else."""
     if key == "delta" and {"content": ""} in (one, more):
         return one if more == {"content": ""} else more
+    if key in ("tool_calls", "function_call"):
+        return called(one, more)
     if isinstance(one, dict) and isinstance(more, dict) and one.keys() == more.keys():
         parts = {name: fold(value, more[name], name) for name, value in one.items()}
         same = {name for name, value in one.items() if value is None and more[name] is None}
         return None if any(parts[name] is None for name in parts.keys() - same) else parts
     if isinstance(one, list) and isinstance(more, list):
-        if key in ("", "choices", "tool_calls"):
+        if key in ("", "choices"):
             parts = [fold(*pair) for pair in zip(one, more, strict=True)]
             return None if None in parts else parts
         return one + more
@@ -227,6 +238,18 @@ def fold(one: Any, more: Any, key: str = "") -> Any:
     if one is None and key in ("finish_reason", "stop_reason"):
         return more
     return one if one == more else None
+
+
+def called(one: Any, more: Any) -> Any:
+    """Calls as clients gather them: by index, with longer and longer arguments."""
+    if isinstance(one, list):
+        calls = {call["index"]: call for call in one}
+        for call in more:
+            calls[call["index"]] = called(calls.get(call["index"], {}), call)
+        return [calls[index] for index in sorted(calls)]
+    if isinstance(one, dict):
+        return one | {name: called(one.get(name), value) for name, value in more.items()}
+    return one + more if isinstance(one, str) and isinstance(more, str) else more
 
 
 if __name__ == "__main__":

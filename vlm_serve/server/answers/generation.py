@@ -14,8 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptLogprobs, Usage
 from vlm_serve.engine.requests.request import NextTurn
@@ -136,13 +135,22 @@ class Generation:
             VlmServeError: the engine ended the request with this error.
         """
         while self.unfinished:
-            taken = await self._next()
-            good = [*takewhile(_is_good, taken)]
-            self.count(good)
+            good, bad = await self._next(), None
+            for place, delta in enumerate(good):
+                if delta.finish_reason in ("abort", "error"):
+                    good, bad = good[:place], delta
+                    break
             if good:
+                self.count(good)
                 yield good
-            if self.unfinished and len(good) < len(taken):
-                self._fail(taken[len(good)])
+            if bad is None or not self.unfinished:
+                continue
+            if bad.error is None:
+                # The client is still connected, so the engine aborted the request.
+                raise EngineClosedError("the request was ended by the server", code="aborted")
+            self.finish_reason = "error"
+            with renamed_params(self.task.names):
+                raise bad.error
 
     def count(self, deltas: Sequence[Delta]) -> None:
         """Count deltas that are about to be told."""
@@ -157,15 +165,6 @@ class Generation:
             if delta.token_ids and self._is_new:
                 self._state.num_generated_tokens += len(delta.token_ids)
                 self._observe_token(delta.index, delta.time if self.patient else now)
-
-    def _fail(self, delta: Delta) -> NoReturn:
-        """Raise the error of a request that the engine has ended."""
-        if delta.error is None:
-            # The client is still connected, so the engine aborted the request.
-            raise EngineClosedError("the request was ended by the server", code="aborted")
-        self.finish_reason = "error"
-        with renamed_params(self.task.names):
-            raise delta.error
 
     async def _next(self) -> list[Delta]:
         return await self.queue.take()
@@ -205,11 +204,6 @@ class Generation:
             ended=time.monotonic(),
             reason=reason,
         )
-
-
-def _is_good(delta: Delta) -> bool:
-    """Return True for a delta that does not tell of a failure."""
-    return delta.error is None and delta.finish_reason != "abort"
 
 
 class AttemptGeneration(Generation):

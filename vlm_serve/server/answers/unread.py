@@ -20,8 +20,8 @@ class UnreadDeltas:
 
     Attributes:
         on_change: called with True when too many deltas wait, with False when they are taken.
-        direct: takes deltas in place of a waiting reader, which costs a task its turn, or returns
-            False. What has ended is the reader's, and so is an error of this.
+        direct: takes deltas in place of a waiting reader, or returns False. What has ended is the
+            reader's, and so is an error of this.
     """
 
     def __init__(self, most: int, interval: float = 0.0) -> None:
@@ -30,9 +30,7 @@ class UnreadDeltas:
         self._most, self._interval = most, interval
         self._deltas: list[Delta] = []
         self._reader: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
-        self._full = self._ended = False
+        self._early = self._full = self._ended = False
 
     def put(self, delta: Delta) -> None:
         """Add a delta, and have it taken."""
@@ -43,7 +41,7 @@ class UnreadDeltas:
         """Add a delta; `settle` has to follow."""
         self._deltas.append(delta)
         if delta.finish_reason is not None:
-            self._ended, self._due = True, 0.0
+            self._ended = True
         if not self._full and len(self._deltas) >= self._most:
             self._full = True
             self.on_change(True)
@@ -53,10 +51,8 @@ class UnreadDeltas:
         reader = self._reader
         if reader is None or reader.done() or not self._deltas:
             return
-        if self._due and (loop := reader.get_loop()).time() < self._due:
-            if self._timer is None:
-                self._timer = loop.call_at(self._due, self._over)
-            return
+        if self._early and not self._ended:
+            return  # until a timer ends the interval
         try:
             if self.direct is not None and not self._ended and self.direct(self._deltas):
                 self._taken()
@@ -68,21 +64,20 @@ class UnreadDeltas:
 
     async def take(self) -> list[Delta]:
         """Wait for deltas, until the interval is over, and take all."""
-        loop = asyncio.get_running_loop()
-        while not self._deltas or (self._due and loop.time() < self._due):
-            self._reader = loop.create_future()
-            self.settle()
+        while not self._deltas or (self._early and not self._ended):
+            self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         return self._taken()
 
     def _over(self) -> None:
-        self._timer, self._due = None, 0.0
+        self._early = False
         self.settle()
 
     def _taken(self) -> list[Delta]:
         deltas, self._deltas, self._ended = self._deltas, [], False
-        if self._interval:
-            self._due = asyncio.get_running_loop().time() + self._interval
+        if self._interval and not self._early:
+            self._early = True
+            asyncio.get_running_loop().call_later(self._interval, self._over)
         if self._full:
             self._full = False
             self.on_change(False)

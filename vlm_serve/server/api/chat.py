@@ -6,8 +6,8 @@ The bodies are OpenAI's; docs/http-api.md lists the additions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 from fastapi import Request
@@ -22,7 +22,7 @@ from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
 from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.shared.chunks import ChunkStream, Framed, Part
+from vlm_serve.server.api.shared.chunks import ChunkStream, Part
 from vlm_serve.server.api.shared.conversation import ConversationTask, conversation_task
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
@@ -36,8 +36,6 @@ from vlm_serve.server.api.shared.logprobs import Entry, chat_logprobs, prompt_lo
 from vlm_serve.server.api.shared.output_blocks import CustomInput, input_of
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import Attempt, new_token
-from vlm_serve.server.http.frames import GAP
-from vlm_serve.server.http.streaming import to_json
 from vlm_serve.server.service import Service
 
 
@@ -112,47 +110,6 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: Optional[PromptLogprobsBody] = None
 
 
-@dataclass(slots=True)
-class _Told:
-    """What a part of a stream tells: fields of its `delta`, and its tokens."""
-
-    fields: dict[str, Any]
-    logprobs: list[Entry]
-    token_ids: list[int]
-
-    def takes(self, other: _Told) -> bool:
-        """Add what follows if it is more of the same kind; return False if it is not."""
-        if self.fields and other.fields:
-            if _shape(self.fields) != _shape(other.fields):
-                return False
-            self.fields = _joined(self.fields, other.fields)
-        self.fields = self.fields or other.fields
-        self.logprobs += other.logprobs
-        self.token_ids += other.token_ids
-        return True
-
-
-def _shape(value: Any) -> Any:
-    """Return a value without the text in it."""
-    if isinstance(value, dict):
-        return {name: _shape(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_shape(part) for part in value]
-    return None if isinstance(value, str) else value
-
-
-def _joined(one: Any, more: Any) -> Any:
-    """Return a value with the text of another of the same shape behind its own."""
-    if isinstance(one, dict):
-        return {name: _joined(part, more[name]) for name, part in one.items()}
-    if isinstance(one, list):
-        return [_joined(*parts) for parts in zip(one, more, strict=True)]
-    return one + more if isinstance(one, str) else one
-
-
-_NOTHING = _Told({}, [], [])
-
-
 class ChatChoiceState:
     """Gathers the deltas of one choice."""
 
@@ -182,49 +139,41 @@ class ChatChoiceState:
         self._stop_reason: int | str | None = None
         self._experts: dict[str, Any] = {}
 
-    def push(self, deltas: Sequence[Delta]) -> list[Part | Framed]:
-        """Add deltas and return the stream's parts for them; the first part has the role."""
-        parts: list[Part | Framed] = []
+    def push(self, deltas: Sequence[Delta]) -> list[Part]:
+        """Add deltas and return the stream's parts for them; the first part has the role. What one
+        delta tells shares a part, what several do only if it is of the same kind."""
+        parts = []
         if not self._started:
             self._started = True
             parts.append(self._part({"role": "assistant", "content": ""}))
-        told: list[_Told] = []
-        for delta in deltas:
-            pieces = self._parser.feed(delta.text) if delta.text else []
-            final = delta.finish_reason is not None
-            if final:
-                pieces += self._parser.finish(cut=delta.finish_reason == "length")
-            ids = list(delta.token_ids) if self._keep_token_ids else []
-            new = _Told(self._take(pieces, final=final), self._take_logprobs(delta), ids)
-            self._token_ids += ids
-            if new != _NOTHING and not (told and told[-1].takes(new)):
-                told.append(new)
-        parts += map(self._told_part, told)
-        if deltas[-1].finish_reason is not None:
-            parts.append(self._finish(deltas[-1]))
+        text, last = "".join(delta.text for delta in deltas), deltas[-1]
+        pieces = self._parser.feed(text) if text else []
+        if last.finish_reason is not None:
+            pieces += self._parser.finish(cut=last.finish_reason == "length")
+        token_ids = [token for delta in deltas for token in delta.token_ids]
+        logprobs = [entry for delta in deltas for entry in self._take_logprobs(delta)]
+        if self._keep_token_ids:
+            self._token_ids += token_ids
+        runs = [pieces]
+        if len(deltas) > 1 and pieces:
+            runs = [list(run) for _, run in groupby(pieces, lambda piece: piece.kind[:4])]
+        for number, run in enumerate(runs, start=1):
+            ends = last.finish_reason is not None and number == len(runs)
+            fields = self._take(run, final=ends)
+            if fields or logprobs or (self._keep_token_ids and token_ids):
+                part = self._part(fields or {"content": ""})
+                if logprobs:
+                    part["logprobs"] = {"content": logprobs, "refusal": None}
+                if self._keep_token_ids:
+                    part["token_ids"] = token_ids
+                parts.append(part)
+                logprobs, token_ids = [], []
+        if last.finish_reason is not None:
+            parts.append(self._finish(last))
         return parts
 
     def _part(self, fields: dict[str, Any]) -> Part:
         return {"index": self._index, "delta": fields, "logprobs": None, "finish_reason": None}
-
-    def _told_part(self, told: _Told) -> Part | Framed:
-        """Return the part that tells something, as values for a frame if it is text."""
-        fields = told.fields or {"content": ""}
-        logprobs = {"content": told.logprobs, "refusal": None} if told.logprobs else None
-        if not all(isinstance(text, str) for text in fields.values()):
-            return self._filled(fields, logprobs, told.token_ids)
-        values = [to_json(text) for text in fields.values()]
-        gaps = dict.fromkeys(fields, GAP), logprobs and GAP, GAP
-        if logprobs is not None:
-            values.append(to_json(logprobs))
-        if self._keep_token_ids:
-            values.append(to_json(told.token_ids))
-        shape = (*fields, logprobs is None)
-        return Framed(shape, partial(self._filled, *gaps), tuple(values))
-
-    def _filled(self, fields: dict[str, Any], logprobs: Any, token_ids: Any) -> Part:
-        part = self._part(fields) | {"logprobs": logprobs}
-        return part | {"token_ids": token_ids} if self._keep_token_ids else part
 
     def _take(self, pieces: Iterable[Piece], *, final: bool) -> dict[str, Any]:
         """Keep the pieces, and return them as the fields of a stream's `delta`."""
@@ -345,7 +294,7 @@ class ChatStream(ChunkStream):
     def _id(self) -> str:
         return f"chatcmpl-{self._chat.task.request_id}"
 
-    def parts(self, prompt: int, deltas: Sequence[Delta]) -> Sequence[Part | Framed]:
+    def parts(self, prompt: int, deltas: Sequence[Delta]) -> list[Part]:
         return self._choices[deltas[0].index].push(deltas)
 
     def chunk(self, choices: list[Part]) -> Part:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -22,7 +22,7 @@ from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.shared.chunks import ChunkStream, Framed, Part
+from vlm_serve.server.api.shared.chunks import ChunkStream, Part
 from vlm_serve.server.api.shared.conversation import prepare_tokens
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
@@ -39,14 +39,12 @@ from vlm_serve.server.api.shared.fields import (
 )
 from vlm_serve.server.api.shared.logprobs import (
     completion_logprobs,
-    joined_logprobs,
     prompt_logprobs_body,
+    text_offsets,
 )
 from vlm_serve.server.api.shared.request_body import affinity_of
 from vlm_serve.server.api.shared.sampling import sampling_of, structured_outputs_of, with_sampling
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.http.frames import GAP
-from vlm_serve.server.http.streaming import to_json
 from vlm_serve.server.service import Service
 
 MAX_PROMPTS = 128
@@ -130,7 +128,7 @@ class CompletionChoiceState:
         self, tokenizer: Tokenizer, body: CompletionRequest, index: int, prompt: Prompt
     ) -> None:
         self._tokenizer = tokenizer
-        self._body = body
+        self._body, self._only_echo = body, body.only_echo
         self.index = index
         self._prompt = prompt
         self._text: list[str] = []
@@ -139,72 +137,49 @@ class CompletionChoiceState:
         self._logprobs: list[dict[int, float] | None] = []
         self._reports: tuple[PromptLogprobs, ...] | None = None
         self._length = 0
-        self._last = Delta(index)
-        self._begun, self._only_echo = False, body.only_echo
+        self._last: Delta | None = None
 
-    def push(self, deltas: Sequence[Delta]) -> Part | Framed | None:
-        """Add deltas and return the stream's part for them, or None if they have nothing to
+    def push(self, deltas: Sequence[Delta]) -> list[Part]:
+        """Add deltas and return the stream's part for them, or none if they have nothing to
         report."""
-        body, first = self._body, not self._begun
-        texts, ids, reports = list[str](), list[int](), list[Part]()
-        told = False
+        first, places = self._last is None, list[int]()
+        text, ids, reported = len(self._text), len(self._tokens), len(self._reported)
         for delta in deltas:
-            if self._only_echo:
-                delta = _without_answer(delta)
-            text, offset = delta.text, self._length
-            tokens: Sequence[int] = delta.token_ids
-            rows: Sequence[dict[int, float] | None] = delta.logprobs
-            if not self._begun:
-                text, tokens, rows = self._first(delta)
-            self._length += len(text)
-            self._begun, self._last = True, delta
-            self._reported += tokens
-            self._logprobs += rows
-            texts.append(text)
-            ids += delta.token_ids
-            told = told or bool(text or delta.logprobs or delta.finish_reason)
-            if body.logprobs is not None:
-                told_so = completion_logprobs(self._tokenizer, tokens, rows, body.logprobs, offset)
-                reports.append(told_so)
-        self._text += texts
-        self._tokens += ids
-        if not told and not (body.return_token_ids and ids):
-            return None
-        text, logprobs = "".join(texts), joined_logprobs(reports)
-        if first or self._last.finish_reason is not None:
-            return self._part(text, ids, logprobs, with_prompt=first).model_dump()
-        values = [to_json(text)]
-        if body.logprobs is not None:
-            values.append(to_json(logprobs))
-        if body.return_token_ids:
-            values.append(to_json(ids))
-        return Framed("", self._shape, tuple(values))
+            before = len(self._reported)
+            length = self._add(_without_answer(delta) if self._only_echo else delta)
+            if self._body.logprobs is not None:
+                places += text_offsets(self._tokenizer, self._reported[before:], self._length)
+            self._length += length
+        told, tokens = "".join(self._text[text:]), self._tokens[ids:]
+        rows = self._reported[reported:], self._logprobs[reported:]
+        ended = deltas[-1].finish_reason
+        if not (told or rows[1] or ended or (self._body.return_token_ids and tokens)):
+            return []
+        return [self._part(told, tokens, (*rows, places), with_prompt=first)]
 
-    def _first(self, delta: Delta) -> tuple[str, Sequence[int], Sequence[dict[int, float] | None]]:
-        """Return the text of the first delta and its reported tokens, behind the echo."""
-        text, tokens, logprobs = delta.text, delta.token_ids, delta.logprobs
-        self._reports = delta.prompt_logprobs
-        if not self._body.echo:
-            return text, tokens, logprobs
-        text = self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False) + text
-        if self._body.logprobs is None or delta.prompt_logprobs is None:
-            return text, tokens, logprobs
-        unknown = len(self._prompt) - len(delta.prompt_logprobs)
-        known = (token.logprobs for token in delta.prompt_logprobs)
-        return text, (*self._prompt.token_ids, *tokens), (*[None] * unknown, *known, *logprobs)
-
-    def _shape(self) -> Part:
-        """Return a part of the middle of the answer with gaps."""
-        part = self._part("", (), None, with_prompt=False).model_dump()
-        part |= {"text": GAP, "logprobs": None if self._body.logprobs is None else GAP}
-        return part | ({"token_ids": GAP} if self._body.return_token_ids else {})
+    def _add(self, delta: Delta) -> int:
+        """Add a delta and return the length of its text, behind an echo if it is the first one."""
+        text, body, prompt = delta.text, self._body, self._prompt.token_ids
+        if self._last is None:
+            self._reports = reports = delta.prompt_logprobs
+            if body.echo:
+                text = self._tokenizer.decode(prompt, skip_special_tokens=False) + text
+            if body.echo and body.logprobs is not None and reports is not None:
+                self._reported += prompt
+                self._logprobs += [None] * (len(prompt) - len(reports))
+                self._logprobs += [report.logprobs for report in reports]
+        self._last = delta
+        self._text.append(text)
+        self._tokens += delta.token_ids
+        self._reported += delta.token_ids
+        self._logprobs += delta.logprobs
+        return len(text)
 
     def result(self) -> CompletionChoice:
-        logprobs = None
-        if self._body.logprobs is not None:
-            rows = (self._reported, self._logprobs, self._body.logprobs, 0)
-            logprobs = completion_logprobs(self._tokenizer, *rows)
-        choice = self._part("".join(self._text), self._tokens, logprobs, with_prompt=True)
+        places = text_offsets(self._tokenizer, self._reported, 0)
+        rows = (self._reported, self._logprobs, places)
+        part = self._part("".join(self._text), self._tokens, rows, with_prompt=True)
+        choice = CompletionChoice.model_validate(part)
         if self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs_body(
                 self._tokenizer, self._prompt.token_ids, self._reports
@@ -212,21 +187,28 @@ class CompletionChoiceState:
         return choice
 
     def _part(
-        self, text: str, tokens: Sequence[int], logprobs: Any, *, with_prompt: bool
-    ) -> CompletionChoice:
+        self,
+        text: str,
+        tokens: Sequence[int],
+        rows: tuple[Sequence[int], Sequence[dict[int, float] | None], Sequence[int]],
+        *,
+        with_prompt: bool,
+    ) -> Part:
+        """Return the fields of a `CompletionChoice`, in their order."""
         body, last = self._body, self._last
-        return CompletionChoice(
-            index=self.index,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            token_ids=list(tokens) if body.return_token_ids else None,
-            prompt_token_ids=list(self._prompt.token_ids)
-            if body.return_token_ids and with_prompt
-            else None,
-            **routed_experts_fields(last),
-        )
+        assert last is not None
+        top, logprobs = body.logprobs, None
+        if top is not None:
+            logprobs = completion_logprobs(self._tokenizer, *rows, top)
+        part = {"index": self.index, "text": text, "logprobs": logprobs}
+        part["finish_reason"] = last.finish_reason
+        if last.stop_reason is not None:
+            part["stop_reason"] = last.stop_reason
+        if body.return_token_ids:
+            part["token_ids"] = list(tokens)
+            if with_prompt:
+                part["prompt_token_ids"] = list(self._prompt.token_ids)
+        return part | routed_experts_fields(last)
 
 
 def _without_answer(delta: Delta) -> Delta:
@@ -260,9 +242,8 @@ class CompletionStream(ChunkStream):
             for count in [generation.task.params.n]
         ]
 
-    def parts(self, prompt: int, deltas: Sequence[Delta]) -> Sequence[Part | Framed]:
-        part = self._choices[prompt][deltas[0].index].push(deltas)
-        return [] if part is None else [part]
+    def parts(self, prompt: int, deltas: Sequence[Delta]) -> list[Part]:
+        return self._choices[prompt][deltas[0].index].push(deltas)
 
     def chunk(self, choices: list[Part]) -> Part:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.shared.chunks import ChunkStream, Framed, Part
+from vlm_serve.server.api.shared.chunks import ChunkStream, Part
 from vlm_serve.server.api.shared.conversation import prepare_tokens
 from vlm_serve.server.api.shared.fields import (
     AnswerRequest,
@@ -37,8 +38,6 @@ from vlm_serve.server.api.shared.request_body import affinity_of
 from vlm_serve.server.api.shared.sampling import sampling_of, structured_outputs_of, with_sampling
 from vlm_serve.server.api.shared.unknown_fields import UNIMPLEMENTED, ignored_fields, ignored_header
 from vlm_serve.server.http.errors import renamed_params
-from vlm_serve.server.http.frames import GAP
-from vlm_serve.server.http.streaming import to_json
 from vlm_serve.server.service import Service
 
 GENERATE_REFUSED: dict[str, tuple[Any, ...]] = {
@@ -139,8 +138,6 @@ class Generated(BaseModel):
 class GenerateStream(ChunkStream):
     """The chunks of all choices. Tokens are named by their ids; no text is sent."""
 
-    tells_usage = True
-
     def __init__(
         self,
         body: GenerateRequest,
@@ -150,37 +147,37 @@ class GenerateStream(ChunkStream):
         generations: Sequence[Generation],
     ) -> None:
         super().__init__(body, body.stream_options, generations)
+        self.tells_usage = True
         (generation,) = generations
         self._tokenizer = tokenizer
         self._generation = generation
         self._model, self._created = model, created
         params = generation.task.params
         self._top = params.logprobs
-        self._tokens: list[list[int]] = [[] for _ in range(params.n)]
-        self._logprobs: list[list[Part]] = [[] for _ in range(params.n)]
-        self._ends: dict[int, Delta] = {}
+        self._choices = [
+            GeneratedChoice(
+                index=index,
+                logprobs=None if self._top is None else GeneratedLogprobs(content=[]),
+                finish_reason=None,
+                token_ids=[],
+            )
+            for index in range(params.n)
+        ]
 
-    def parts(self, prompt: int, deltas: Sequence[Delta]) -> Sequence[Part | Framed]:
-        index, last = deltas[0].index, deltas[-1]
-        tokens = [token for delta in deltas for token in delta.token_ids]
-        entries: list[Part] = []
-        if self._top is not None:
-            rows = [row for delta in deltas for row in delta.logprobs]
-            entries = _logprobs(tokens, rows, self._top)
-        self._tokens[index] += tokens
-        self._logprobs[index] += entries
-        if last.finish_reason is not None:
-            self._ends[index] = last
-            content = None if self._top is None or not tokens else {"content": entries}
-            return [self._choice(index, last, tokens, content).model_dump()]
-        if not tokens:
-            return []
-        values = () if self._top is None else (to_json({"content": entries}),)
-        return [Framed("", partial(self._shape, index), (*values, to_json(tokens)))]
-
-    def _shape(self, index: int) -> Part:
-        part = self._choice(index, Delta(index), (), None).model_dump() | {"token_ids": GAP}
-        return part if self._top is None else part | {"logprobs": GAP}
+    def parts(self, prompt: int, deltas: Sequence[Delta]) -> list[Part]:
+        tokens = tuple(token for delta in deltas for token in delta.token_ids)
+        logprobs = tuple(row for delta in deltas for row in delta.logprobs)
+        delta = replace(deltas[-1], token_ids=tokens, logprobs=logprobs)
+        part = self._part(delta)
+        choice = self._choices[delta.index]
+        choice.token_ids += part.token_ids
+        if choice.logprobs is not None and part.logprobs is not None:
+            choice.logprobs.content += part.logprobs.content
+        if part.finish_reason is not None:
+            choice.finish_reason = part.finish_reason
+            choice.routed_experts = part.routed_experts
+            choice.routed_experts_gaps = part.routed_experts_gaps
+        return [part.model_dump()] if part.token_ids or part.finish_reason else []
 
     def chunk(self, choices: list[Part]) -> Part:
         return {"request_id": self._generation.task.request_id, "choices": choices}
@@ -191,15 +188,7 @@ class GenerateStream(ChunkStream):
             request_id=generation.task.request_id,
             model=self._model,
             created=self._created,
-            choices=[
-                self._choice(
-                    index,
-                    self._ends[index],
-                    tokens,
-                    None if self._top is None else {"content": self._logprobs[index]},
-                )
-                for index, tokens in enumerate(self._tokens)
-            ],
+            choices=self._choices,
             usage=self.usage(),
             prompt_logprobs=prompt_logprobs_body(
                 self._tokenizer, generation.prompt.token_ids, generation.prompt_logprobs
@@ -207,29 +196,36 @@ class GenerateStream(ChunkStream):
             cache_report=self.report(),
         )
 
-    @staticmethod
-    def _choice(index: int, last: Delta, tokens: Sequence[int], logprobs: Any) -> GeneratedChoice:
+    def _part(self, delta: Delta) -> GeneratedChoice:
+        logprobs = None
+        if self._top is not None and delta.token_ids:
+            logprobs = _logprobs(delta.token_ids, delta.logprobs, self._top)
         return GeneratedChoice(
-            index=index,
+            index=delta.index,
             logprobs=logprobs,
-            finish_reason=last.finish_reason,
-            token_ids=list(tokens),
-            **routed_experts_fields(last),
+            finish_reason=delta.finish_reason,
+            token_ids=list(delta.token_ids),
+            **routed_experts_fields(delta),
         )
 
 
-def _logprobs(tokens: Sequence[int], rows: Sequence[dict[int, float]], top: int) -> list[Part]:
-    """Return the fields of a `GeneratedToken` for each token."""
-    return [
-        # With `logprobs` 0, vLLM lists the token itself.
-        _rival(token, row[token])
-        | {"top_logprobs": [_rival(other, value) for other, value in ranked(row, max(top, 1))]}
-        for token, row in zip(tokens, rows, strict=True)
-    ]
+def _logprobs(
+    tokens: Sequence[int], rows: Sequence[dict[int, float]], top: int
+) -> GeneratedLogprobs:
+    return GeneratedLogprobs(
+        content=[
+            GeneratedToken(
+                **_rival(token, row[token]).model_dump(),
+                # With `logprobs` 0, vLLM lists the token itself.
+                top_logprobs=[_rival(other, value) for other, value in ranked(row, max(top, 1))],
+            )
+            for token, row in zip(tokens, rows, strict=True)
+        ]
+    )
 
 
-def _rival(token: int, logprob: float) -> Part:
-    return {"token": f"token_id:{token}", "logprob": max(logprob, LOWEST), "bytes": None}
+def _rival(token: int, logprob: float) -> TokenRival:
+    return TokenRival(token=f"token_id:{token}", logprob=max(logprob, LOWEST))
 
 
 async def generate(service: Service, request: Request) -> Response:

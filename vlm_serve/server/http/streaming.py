@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,9 +25,6 @@ DONE = b"data: [DONE]\n\n"
 
 Event = dict[str, Any] | bytes
 """The body of a stream's event, or the event itself."""
-
-Chunks = AsyncGenerator[list[Event], None]
-"""A stream's events, as many as are sent together."""
 
 Events = AsyncGenerator[bytes, None]
 
@@ -82,73 +79,43 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
         task.exception()  # retrieved, so that asyncio does not report it
 
 
-async def as_events(chunks: Chunks, *, named: bool = False) -> Events:
-    """Yield the chunks' bytes.
-
-    Args:
-        chunks: the events, or their bodies.
-        named: each event's name is its body's `type`, and the last event ends the stream. Without
-            names the stream ends with `[DONE]`.
-    """
-    async with aclosing(chunks):
-        async for group in chunks:
-            yield bytes_of(group, named=named)
-    if not named:
-        yield DONE
-
-
-def bytes_of(group: Sequence[Event], *, named: bool) -> bytes:
-    """Return events as they are sent."""
-    if len(group) == 1 and isinstance(group[0], bytes):
-        return group[0]
-    return b"".join(
-        each if isinstance(each, bytes) else event(each, each["type"] if named else None)
-        for each in group
-    )
-
-
 BODY = "vlm_serve.body"
-"""Key of the ASGI scope: the `Writing` of a response in chunks, if the connection offers one."""
-
-
-class Writing(Protocol):
-    """Writes chunks of a response's body past `send`, which costs a coroutine a layer."""
-
-    def ready(self) -> bool:
-        """Return True if a chunk may be written now: the head is out, and all chunks have left."""
-
-    def write(self, data: bytes) -> None:
-        """Write a chunk."""
+"""Key of the ASGI scope: a `connections.ChunkedBody`, where there is one."""
 
 
 class Direct:
-    """The way of a stream's events to its connection while the stream's task waits for them.
+    """The way of a stream's events to its connection past its task, which each would cost a turn.
 
     Args:
         scope: of the request.
-        named: see `as_events`.
+        named: each event's name is its body's `type`, and the last event ends the stream. Without
+            names the stream ends with `[DONE]`.
 
     Attributes:
         open: the task waits for the next event; all before it have been sent.
         num_sent: how often something was sent, this way or another.
     """
 
-    def __init__(self, scope: Scope, *, named: bool) -> None:
-        self._body: Writing | None = scope.get(BODY)
-        self._named = named
-        self.open = False
-        self.num_sent = 0
+    def __init__(self, scope: Mapping[str, Any], *, named: bool = False) -> None:
+        self._body = scope.get(BODY)
+        self.named, self.open, self.num_sent = named, False, 0
 
     def ready(self) -> bool:
         """Return True if events may be sent this way now."""
         return self.open and self._body is not None and self._body.ready()
 
-    def send(self, group: Sequence[Event]) -> None:
+    def send(self, events: Sequence[Event]) -> None:
         """Send events, which may be none."""
-        if group:
-            assert self._body is not None
-            self._body.write(bytes_of(group, named=self._named))
+        if events and self._body is not None:
+            self._body.write(self.bytes_of(events))
             self.num_sent += 1
+
+    def bytes_of(self, events: Sequence[Event]) -> bytes:
+        """Return events as they are sent."""
+        return b"".join(
+            each if isinstance(each, bytes) else event(each, each["type"] if self.named else None)
+            for each in events
+        )
 
 
 Extra = Callable[[], Mapping[str, Any]]
@@ -157,20 +124,17 @@ Extra = Callable[[], Mapping[str, Any]]
 
 async def stream_response(
     request: Request,
-    chunks: Chunks,
+    events: Events,
     headers: Mapping[str, str],
     begun: asyncio.Event,
     silence: float,
     direct: Direct,
-    *,
-    named: bool = False,
     extra: Extra = dict,
 ) -> Response:
     """Wait for the first chunk, for the longest silence at most (0: any), and return the stream.
 
     Earlier errors get a status of their own; `begun` is set where they no longer can.
     """
-    events = as_events(chunks, named=named)
     first = asyncio.ensure_future(anext(events))
     try:
         await until_disconnected(request, asyncio.wait({first}, timeout=silence or None))
@@ -218,7 +182,7 @@ class EventStream(Response):
         self._rest = rest
         self._extra = extra
         self._silence = silence
-        self._direct = direct or Direct({}, named=False)
+        self._direct = direct or Direct({})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -30,9 +30,10 @@ from vlm_serve.server.http.auth import share_of
 from vlm_serve.server.http.errors import error_event, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.http.streaming import (
-    Chunks,
+    DONE,
     Direct,
     Event,
+    Events,
     stream_response,
     until_disconnected,
 )
@@ -88,7 +89,7 @@ class ResponseSpec:
         stream_of: makes the stream for the tasks' generations.
         stream: send the response as a stream.
         headers: headers of the response.
-        named: the stream's events have names, see `streaming.as_events`.
+        named: the stream's events have names, see `streaming.Direct`.
     """
 
     tasks: Sequence[Task]
@@ -181,9 +182,7 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
         refused = partial(error_event, request.scope)
         events = _events(service, spec, coverage, begun, direct, refused)
         extra = dict if coverage is None else coverage.take
-        return await stream_response(
-            request, events, spec.headers, begun, silence, direct, named=spec.named, extra=extra
-        )
+        return await stream_response(request, events, spec.headers, begun, silence, direct, extra)
     answer = await until_disconnected(request, _complete(service, spec, coverage))
     headers = dict(spec.headers)
     if coverage is None:
@@ -228,7 +227,7 @@ async def _events(
     begun: asyncio.Event,
     direct: Direct,
     refused: Callable[[VlmServeError], Event],
-) -> Chunks:
+) -> Events:
     """Yield the events of a streamed response, as many together as have come.
 
     An error before the status has been sent, with the first event or when `begun` was set, is
@@ -246,16 +245,18 @@ async def _events(
                     events += answer.push(prompt, deltas)
                     if events:
                         sent = answer
-                        yield events
+                        yield direct.bytes_of(events)
             if last := answer.end():
-                yield last
+                yield direct.bytes_of(last)
     except Exception as error:
         if sent is None and not begun.is_set():
             raise
         if coverage is not None:
             coverage.fail()
         problem = public_error(error, spec.tasks[0].request_id)
-        yield (sent and sent.failed(problem)) or [refused(problem)]
+        yield direct.bytes_of((sent and sent.failed(problem)) or [refused(problem)])
+    if not spec.named:
+        yield DONE
 
 
 def _tell(

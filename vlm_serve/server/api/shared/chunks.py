@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from vlm_serve.engine.requests.outputs import Delta, Usage
 from vlm_serve.server.answers.generation import Generation
@@ -21,20 +21,10 @@ from vlm_serve.server.http.frames import GAP, Frames
 from vlm_serve.server.http.streaming import Event, to_json
 
 Part = dict[str, Any]
+"""What a chunk tells of a choice; if the choice goes on, its `finish_reason` is None."""
 
 
-class Framed(NamedTuple):
-    """A part of a choice in the middle of its answer: such parts differ in their values only.
-
-    Attributes:
-        shape: names the shape among those of the choice.
-        make: makes the part with `GAP` in place of its values.
-        values: as JSON, in the order of the gaps.
-    """
-
-    shape: Hashable
-    make: Callable[[], Part]
-    values: tuple[str, ...]
+_KNOWN = {"index", "finish_reason"}
 
 
 class ChunkStream(AnswerStream):
@@ -49,10 +39,8 @@ class ChunkStream(AnswerStream):
 
     Attributes:
         continuous: every chunk has the usage so far.
+        tells_usage: every chunk has a field for it.
     """
-
-    tells_usage = False
-    """Every chunk has a field for the usage, even if nothing is said there."""
 
     def __init__(
         self,
@@ -62,7 +50,7 @@ class ChunkStream(AnswerStream):
     ) -> None:
         options = options or StreamOptions()
         self.continuous = bool(options.continuous_usage_stats)
-        self._usage_last = bool(options.include_usage)
+        self._usage_last = self.tells_usage = bool(options.include_usage)
         self._with_report = bool(body.cache_report)
         self._generations = generations
         # Choices whose last delta has not been pushed; the generations may be ahead.
@@ -70,7 +58,7 @@ class ChunkStream(AnswerStream):
         self._frames = Frames()
 
     @abstractmethod
-    def parts(self, prompt: int, deltas: Sequence[Delta]) -> Sequence[Part | Framed]:
+    def parts(self, prompt: int, deltas: Sequence[Delta]) -> list[Part]:
         """Add deltas of one choice to it and return the choice's parts for them."""
 
     @abstractmethod
@@ -82,33 +70,35 @@ class ChunkStream(AnswerStream):
         for delta in deltas:
             choices.setdefault(delta.index, []).append(delta)
         events: list[Event] = []
-        for index, own in choices.items():
-            self._unfinished -= own[-1].finish_reason is not None
-            for part in self.parts(prompt, own):
-                if isinstance(part, Framed):
-                    events.append(self._filled(part, prompt, index))
-                else:
-                    events.append(self._chunk(part, self._usage_so_far))
-            last = events[-1] if events and not self._unfinished else None
-            if isinstance(last, dict) and not self._usage_last:
-                last |= self._final_fields()
+        for own in choices.values():
+            parts = self.parts(prompt, own)
+            if own[-1].finish_reason is None:
+                events += [self._framed(part) for part in parts]
+                continue
+            self._unfinished -= 1
+            usage = self.usage().model_dump() if self.continuous else None
+            chunks = [self._chunk(part, usage) for part in parts]
+            if chunks and not (self._unfinished or self._usage_last):
+                chunks[-1] |= self._final_fields()
+            events += chunks
         return events
 
-    def _filled(self, part: Framed, prompt: int, index: int) -> bytes:
-        values = part.values
-        if self.continuous and (self.tells_usage or self._usage_last):
-            values += (to_json(self._usage_so_far()),)
-        shape = (prompt, index, part.shape)
-        return self._frames.fill(shape, lambda: self._chunk(part.make(), lambda: GAP), *values)
+    def _framed(self, part: Part) -> bytes:
+        """Return the chunk of a part in the middle of an answer: all but its values is known."""
+        values = {name: value for name, value in part.items() if name not in _KNOWN}
+        delta = values.pop("delta", {})
+        gaps = dict.fromkeys(values, GAP) | ({"delta": dict.fromkeys(delta, GAP)} if delta else {})
+        told = [*map(to_json, delta.values()), *map(to_json, values.values())]
+        if self.continuous and self.tells_usage:
+            told.append(to_json(self.usage().model_dump()))
+        shape = (part["index"], *delta, *values)
+        return self._frames.fill(shape, lambda: self._chunk(part | gaps, GAP), *told)
 
-    def _chunk(self, part: Part, usage: Callable[[], Any]) -> dict[str, Any]:
+    def _chunk(self, part: Part, usage: Any) -> dict[str, Any]:
         chunk = self.chunk([part])
-        if self.tells_usage or self._usage_last:
-            chunk["usage"] = usage() if self.continuous else None
+        if self.tells_usage:
+            chunk["usage"] = usage if self.continuous else None
         return chunk
-
-    def _usage_so_far(self) -> dict[str, Any]:
-        return self.usage().model_dump()
 
     def end(self) -> list[Event]:
         if not self._usage_last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from vlm_serve.engine.requests.outputs import PromptLogprobs
@@ -80,27 +81,28 @@ def _prompt_entry(
     )
 
 
+def text_offsets(tokenizer: Tokenizer, tokens: Sequence[int], offset: int) -> list[int]:
+    """Return where each token's text begins, if that of the first one begins at `offset`."""
+    lengths = (len(token_text(tokenizer, token)) for token in tokens)
+    return list(accumulate(lengths, initial=offset))[:-1]
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     tokens: Sequence[int],
     logprobs: Sequence[dict[int, float] | None],
+    offsets: Sequence[int],
     top: int,
-    offset: int,
 ) -> Entry:
     """Return `choices[].logprobs` of /v1/completions: the fields of `CompletionLogprobs`.
 
     Args:
         logprobs: one row per token; None for an echoed prompt's first token, and for one without a
             report.
-        offset: characters before the first token.
+        offsets: see `text_offsets`.
     """
-    texts = [token_text(tokenizer, token) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": texts,
+        "tokens": [token_text(tokenizer, token) for token in tokens],
         "token_logprobs": [
             None if row is None else max(row[token], LOWEST)
             for token, row in zip(tokens, logprobs, strict=True)
@@ -116,15 +118,5 @@ def completion_logprobs(
         ]
         if top
         else None,
-        "text_offset": offsets,
-    }
-
-
-def joined_logprobs(parts: Sequence[Entry]) -> Entry | None:
-    """Return `choices[].logprobs` of tokens that follow each other; None if there are none."""
-    if len(parts) <= 1:
-        return parts[0] if parts else None
-    return {
-        name: None if value is None else [each for part in parts for each in part[name]]
-        for name, value in parts[0].items()
+        "text_offset": list(offsets),
     }
