@@ -24,9 +24,6 @@ Part = dict[str, Any]
 """What a chunk tells of a choice; if the choice goes on, its `finish_reason` is None."""
 
 
-_KNOWN = {"index", "finish_reason"}
-
-
 class ChunkStream(AnswerStream):
     """The chunks of all choices, then one with the usage if requested.
 
@@ -85,7 +82,7 @@ class ChunkStream(AnswerStream):
 
     def _framed(self, part: Part) -> bytes:
         """Return the chunk of a part in the middle of an answer: all but its values is known."""
-        values = {name: value for name, value in part.items() if name not in _KNOWN}
+        values = {name: part[name] for name in part if name != "index" and part[name] is not None}
         delta = values.pop("delta", {})
         gaps = dict.fromkeys(values, GAP) | ({"delta": dict.fromkeys(delta, GAP)} if delta else {})
         told = [*map(to_json, delta.values()), *map(to_json, values.values())]
