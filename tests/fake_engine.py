@@ -125,7 +125,7 @@ def _wait_for_loop(on_step: Any) -> None:
         for _ in range(8):
             await asyncio.sleep(0)
 
-    mailbox = getattr(on_step, "__self__", None)
+    mailbox: Any = getattr(on_step, "__self__", None)
     turning = turns()
     try:
         asyncio.run_coroutine_threadsafe(turning, mailbox._loop).result(5)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vlm_serve.engine.requests.outputs import Delta, FinishReason
-from vlm_serve.server.answers.unread import UnreadDeltas
 from vlm_serve.server.service import PATIENT_SECONDS, Mailbox
+from vlm_serve.server.unread import UnreadDeltas
 
 
 async def told(queue: UnreadDeltas) -> bool:

@@ -16,7 +16,6 @@ from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.text.rendering import Rendering
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-from vlm_serve.server.answers.unread import UnreadDeltas
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
@@ -24,6 +23,7 @@ from vlm_serve.server.http.admission import AdmissionControl, OpenRequests
 from vlm_serve.server.http.request_memory import FetchedMemory
 from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
+from vlm_serve.server.unread import UnreadDeltas
 from vlm_serve.server.upkeep import IdleCheck, Trimmer
 from vlm_serve.server.workers import Workers
 from vlm_serve.system.stopping import Stop

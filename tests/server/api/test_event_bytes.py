@@ -10,13 +10,14 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attempts import Asked, Replica, bytes_of
 from fake_engine import FakeEngine
 from serving import running
 
+from vlm_serve.engine.engine import Engine
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import Attempt
@@ -43,10 +44,12 @@ BASE: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": SAID, "max_tokens": 99},
     GENERATE: {"token_ids": [5, 6], "sampling_params": {"max_tokens": 64}},
 }
-USAGE = {"stream_options": {"include_usage": True}}
-CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-TOOLS = {"tools": [{"type": "function", "function": LOOK}]}
-CUSTOM = {"tools": [{"type": "custom", "custom": {"name": "look"}}]}
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+CONTINUOUS: dict[str, Any] = {
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True}
+}
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": LOOK}]}
+CUSTOM: dict[str, Any] = {"tools": [{"type": "custom", "custom": {"name": "look"}}]}
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     f"{path.removeprefix('/v1/')} {name}": (path, fields, answer)
@@ -116,7 +119,7 @@ def stream_of(tokenizer: Tokenizer, name: str, *, together: bool, interval: floa
     async def run() -> bytes:
         parser = {"tool_call_parser": "hermes"} if "json" in name else {}
         options = {"stream_interval": interval} if interval else {}
-        replica = Replica(engine, reasoning_parser="qwen3", **parser, **options)
+        replica = Replica(cast(Engine, engine), reasoning_parser="qwen3", **parser, **options)
         attempt = None if together else Attempt(1, "one", 1_700_000_000)
         told = await replica.answer(Asked(path, body), attempt, [(b"x-request-id", b"one")])
         assert told[0]["status"] == 200, bytes_of(told)
@@ -230,8 +233,8 @@ def fold(one: Any, more: Any, key: str = "") -> Any:
         return None if any(parts[name] is None for name in parts.keys() - same) else parts
     if isinstance(one, list) and isinstance(more, list):
         if key in ("", "choices"):
-            parts = [fold(*pair) for pair in zip(one, more, strict=True)]
-            return None if None in parts else parts
+            pairs = [fold(*pair) for pair in zip(one, more, strict=True)]
+            return None if None in pairs else pairs
         return one + more
     if isinstance(one, str) and isinstance(more, str) and key in TEXTS:
         return one + more

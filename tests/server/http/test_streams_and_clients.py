@@ -268,6 +268,7 @@ def test_the_first_token_does_not_wait_for_an_interval(tokenizer: Tokenizer) -> 
             pieces = response.iter_text()
             first = next(pieces)
             assert "assistant" in first and '"content":"H"' in first
+            wait_for(lambda: not engine.gate.is_set())
             engine.gate.set()
             rest = parse_events("".join(pieces))
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in rest)

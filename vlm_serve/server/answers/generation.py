@@ -27,13 +27,13 @@ from vlm_serve.preprocess.identity.affinity import AffinityKey
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.pieces import ReasoningParser, reasoning_form, thought_behind
-from vlm_serve.server.answers.unread import MAX_UNREAD, UnreadDeltas
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.covering import AttemptPart
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
 from vlm_serve.server.metrics import FinishedRequest
 from vlm_serve.server.service import Preparation, Service
+from vlm_serve.server.unread import MAX_UNREAD, UnreadDeltas
 from vlm_serve.system.stopping import Stop
 
 TOKEN_BYTES = 128

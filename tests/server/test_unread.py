@@ -15,8 +15,8 @@ from serving import RunningServer, running, wait_for
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.outputs import Delta, FinishReason
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.server.answers.unread import UnreadDeltas
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.unread import UnreadDeltas
 
 
 def delta(text: str = "", reason: FinishReason | None = None) -> Delta:
