@@ -78,6 +78,13 @@ class QueuedDevice(CudaGraphs):
         with self._used():
             return super().send(target, source)
 
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        def moved() -> None:
+            with torch.inference_mode():
+                CudaGraphs.move(self, target, source)
+
+        self.device.queue(moved)
+
     def synchronize(self) -> None:
         """Run all that is queued."""
         self.device.synchronize()
