@@ -238,6 +238,7 @@ class FakeEngine:
             "num_preemptions": 2,
             "num_unsound": 0,
             "num_steps": 5,
+            "steps_ahead": {"extended": 4, "ahead": 3, "refusals": {"prompt": 1}},
             "adapters": {
                 "tuned": {
                     "requests": 2,

@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_batches import plain_batch
-from fake_device import FakeDevice, FakeTorch
+from fake_device import Event, FakeDevice, FakeTorch
 from step_graphs import with_graphs, with_kernels
 
 from vlm_serve.cache.tiers.entry import Entry
-from vlm_serve.engine.requests.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import DecodeRows, Slice, StepOutput, StepPlan
 from vlm_serve.engine.start import build as building
 from vlm_serve.engine.steps import step_tables
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
@@ -77,6 +77,13 @@ class QueuedDevice(CudaGraphs):
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
         with self._used():
             return super().send(target, source)
+
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        def moved() -> None:
+            with torch.inference_mode():
+                CudaGraphs.move(self, target, source)
+
+        self.device.queue(moved)
 
     def synchronize(self) -> None:
         """Run all that is queued."""
@@ -157,12 +164,16 @@ class QueuedExecutor(LocalExecutor):
             vars(tower)["run"] = self._awaited(tower.run)
         self.pages = QueuedTransfer(caches, device)
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def submit(self, plan: StepPlan) -> None:
         # The device has no kernel for folds that queues.
         if plan.folds or plan.partial_folds:
             self.device.synchronize()
-        output = super().run(plan)
-        return replace(output, awaited=not self.device.current.queued)
+        super().submit(plan)
+
+    def collect(self) -> StepOutput:
+        output = super().collect()
+        read = output.sampled or output.tokens
+        return replace(output, awaited=bool(read) or not self.device.current.queued)
 
     def embedding(self, slot: int) -> torch.Tensor | None:
         self.device.synchronize()
@@ -198,10 +209,11 @@ class QueuedExecutor(LocalExecutor):
             self.device.synchronize()
             return self._model.forward(batch, self._caches)
         own = _sent(batch)
+        device = self._caches.device
         logits = torch.full((len(batch.logit_rows), self._model.columns), float("nan"))
 
         def forward() -> None:
-            logits.copy_(self._model.forward(own, self._caches).logits)
+            logits.copy_(self._model.forward(own.to(device), self._caches).logits)
 
         self._queue(forward)
         return ForwardOutput(logits)
@@ -214,6 +226,23 @@ class QueuedExecutor(LocalExecutor):
         if rows or len(output.logits) or output.experts is not None or self._mtp is not None:
             self.device.synchronize()
         return super()._output(plan, output, packed, rows)
+
+    def _compute_rows(self, rows: DecodeRows) -> Any:
+        computed = super()._compute_rows(rows)
+        if not self.steps_ahead:
+            self.device.synchronize()
+        return computed
+
+    def _later(self, work: Callable[[], R]) -> Callable[[], R]:
+        done, event = list[R](), Event(self.device)
+        self._queue(lambda: done.append(work()))
+        event.record()
+
+        def wait() -> R:
+            event.synchronize()
+            return done[0]
+
+        return wait
 
     def _awaited(self, run: Callable[P, R]) -> Callable[P, R]:
         def awaited(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -41,7 +41,7 @@ def test_tables_arrive_and_start_at_16_bytes() -> None:
     assert numbers(tables) == [{0}, {0}, {0}]
     begin = tables.fixed["small"]["a"].data_ptr()
     for part, own in PARTS.items():
-        for name, (dtype, shape, _) in own.items():
+        for name, (dtype, shape, *_) in own.items():
             table = tables.fixed[part][name]
             assert (table.dtype, tuple(table.shape)) == (dtype, shape)
             assert (table.data_ptr() - begin) % 16 == 0

@@ -95,6 +95,8 @@ class Pace:
         if 2 * tokens < self._least or plan.encodes:
             return
         looked = sum((item.end - item.start) * (item.start + item.end) / 2 for item in plan.slices)
+        if plan.rows is not None:
+            looked = float(plan.rows.starts.sum()) + tokens / 2
         self._depths.learn(looked / tokens, seconds / tokens)
         self._work = _DECAY * self._work + tokens + looked / self._depths.doubling
         self._seconds = _DECAY * self._seconds + seconds
@@ -133,6 +135,8 @@ class SchedulerConfig:
     """Maximum number of drafts per sequence and step; 0 disables drafts."""
     step_seconds: float = 0.0
     """Target duration of a step with prompt tokens, in seconds; 0 means no limit."""
+    extends_steps: bool = False
+    """Whether a step that only extends the one before is planned as columns."""
     answer_ends: Literal["auto", "always", "off"] = "off"
     """Whether the states at the ends of answers are kept."""
     min_step_tokens: int = 256

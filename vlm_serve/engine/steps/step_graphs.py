@@ -192,6 +192,8 @@ class StepGraphs:
         """Check the rows and blocks of a batch, run its captured step, and return the results."""
         batch.check(self._caches, self._num_rows)
         buffers.fill(batch)
+        if batch.sampled is not None:
+            self._device.move(buffers.batch.token_ids[: len(batch.sampled)], batch.sampled)
         step()
         hidden = None if self._hidden is None else self._hidden[: batch.token_ids.shape[0]]
         return ForwardOutput(self._logits[: batch.logit_rows.shape[0]], hidden=hidden)

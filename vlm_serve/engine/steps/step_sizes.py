@@ -210,7 +210,7 @@ class CapturedRows:
         """
         prompts = self.prompt_logits + 1  # There is an empty sequence behind the prompts.
         rows = sets * (self.sequences + self.draft_tables) + prompts + self.passes
-        return 4 * rows * max_blocks
+        return 2 * 4 * rows * max_blocks  # as they are sent, and as they are read
 
     def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
         """Return the bytes of all results. Kinds of steps share theirs; passes of the MTP layer
