@@ -292,7 +292,7 @@ def test_the_engine_answers_the_same(
 def test_a_capture_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> object:
+    def fail(device: torch.device) -> object:
         raise RuntimeError("driver too old")
 
     checkpoint = str(make_checkpoint(tmp_path, SPECS["dense"]))

@@ -90,7 +90,7 @@ def _capture(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
 ) -> Captured:
     assert config.block_size is not None
-    device, rows = CudaGraphs(), CapturedRows.of(config)
+    device, rows = CudaGraphs(caches.device), CapturedRows.of(config)
     limits: StepLimits = {
         "block_size": config.block_size,
         "max_model_len": max_model_len,

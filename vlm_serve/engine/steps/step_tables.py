@@ -49,23 +49,33 @@ def largest_first(sizes: Sequence[Size], capture: Callable[[Size], Captured]) ->
 
 
 class CudaGraphs:
-    """Captures CUDA graphs with shared memory: only one of them runs at a time."""
+    """Captures CUDA graphs with shared memory: only one of them runs at a time.
 
-    def __init__(self) -> None:
+    torch's own stream for captures belongs to the process: to the device of its first capture, and
+    to one capture at a time. So each engine has one of its own. Warm-ups run there too, because
+    libraries keep their workspaces by stream.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, step: Step) -> None:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(self._stream)
 
     def capture(self, step: Step) -> Step:
         for _ in range(_WARM_UP):
             self.warm_up(step)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=CAPTURE_ERRORS):
+        options = {"stream": self._stream, "capture_error_mode": CAPTURE_ERRORS}
+        with torch.cuda.graph(graph, pool=self._pool, **options):
             step()
         return graph.replay
 
