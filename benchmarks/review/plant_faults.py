@@ -259,7 +259,7 @@ def failure(tests: Sequence[str], root: Path) -> str:
         return f"longer than {LIMIT_SECONDS} s"
     if done.returncode in (0, 1):
         failed = [line for line in done.stdout.splitlines() if line[:6] in ("FAILED", "ERROR ")]
-        named = failed[0].split("::")[-1].split(" - ")[0] if failed else "a failure"
+        named = failed[0].split("::")[-1].split()[0].rstrip(":") if failed else "a failure"
         return named if done.returncode else ""
     if done.returncode in (2, 3, 4, 5):
         raise SystemExit(f"pytest cannot run {' '.join(tests)}\n{done.stdout[-2000:]}")
