@@ -17,6 +17,7 @@ from parity_cases import random_ids
 from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, started
 from sweeps import quick
+from wait_counts import Traffic, resident
 
 from vlm_serve.engine.requests.plan import SequenceInfo
 from vlm_serve.engine.steps.batching import KnownSequence
@@ -131,13 +132,16 @@ def test_drafts_are_those_of_plain_passes(model: Model) -> None:
         MtpRunner(model, each.driver.caches, each.driver.block_size, own)
         for each, own in ((plain, None), (padded, graphs))
     ]
+    graphs.best = resident(graphs.best)
     for wanted in (((1, 2, 3), (0, 5, 1)), ((0, 1, 0), (1, 3, 2)), ((0, 1, 0),)):
         before = states(sum(count for _, count, _ in wanted))
-        drafts = [
-            runner._draft(each.inputs(*wanted), before)
-            for runner, each in zip(runners, (plain, padded), strict=True)
-        ]
+        with Traffic() as found:
+            drafts = [
+                runner._draft(each.inputs(*wanted), before)
+                for runner, each in zip(runners, (plain, padded), strict=True)
+            ]
         assert drafts[0] == drafts[1]
+        assert not found.copies.total() and found.waits.total() == any(drafts), "one at the end"
         assert list(map(len, drafts[1])) == [count for _, _, count in wanted if count]
     for ours, theirs in zip(
         plain.driver.caches.of_unit("block"), padded.driver.caches.of_unit("block"), strict=True
