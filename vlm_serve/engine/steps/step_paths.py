@@ -59,11 +59,13 @@ class Captured:
         steps: of steps.
         drafts: of passes of the MTP layer; None: without it, or without graphs.
         tower: of the vision tower; None: without one, or without graphs of it.
+        problem: why there are none although they were wanted.
     """
 
     steps: tuple[StepGraphs, ...] = ()
     drafts: DraftGraphs | None = None
     tower: TowerGraphs | None = None
+    problem: str | None = None
 
 
 def capture(
@@ -82,8 +84,9 @@ def capture(
     except RuntimeError as error:
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
-        _log.warning("steps run without CUDA graphs: %s", error)
-        return Captured()
+        problem = f"steps run without CUDA graphs: {error}"
+        _log.warning("%s", problem)
+        return Captured(problem=problem)
 
 
 def _capture(

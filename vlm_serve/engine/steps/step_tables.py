@@ -8,7 +8,8 @@ and a buffer is reused only after its last copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -42,10 +43,25 @@ class GraphDevice(Protocol):
         read."""
 
 
-def largest_first(sizes: Sequence[Size], capture: Callable[[Size], Captured]) -> list[Captured]:
+@contextmanager
+def naming(step: str) -> Iterator[None]:
+    """Begin RuntimeErrors of the block with the step that is captured there."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{step}: {str(error).partition(chr(10))[0]}") from error
+
+
+def largest_first(
+    sizes: Sequence[Size], capture: Callable[[Size], Captured], name: str = "a step of {}"
+) -> list[Captured]:
     """Capture steps of all sizes, given in ascending order, and return them in this order. The
-    largest is captured first: the others reuse its memory."""
-    return [capture(size) for size in reversed(sizes)][::-1]
+    largest is captured first: the others reuse its memory. Errors begin with the name of a size."""
+    captured = []
+    for size in reversed(sizes):
+        with naming(name.format(size)):
+            captured.append(capture(size))
+    return captured[::-1]
 
 
 class CudaGraphs:
