@@ -83,6 +83,11 @@ _PREFILL = _tests(
     "test_tables_behind_a_step_are_padding",
     "test_padding_touches_its_scratch_row_alone[dense]",
 )
+_LARGEST_FIRST = """    for size in reversed(sizes):
+        with naming(name.format(size)):
+            captured.append(capture(size))
+    return captured[::-1]
+"""
 _PADDING = "                staged[part][name].fill_(table.padding)\n"
 _STALE = """                if name != "{}":
                     staged[part][name].fill_(table.padding)
@@ -210,8 +215,8 @@ FAULTS = {
     ),
     "table_memory_smallest_first": Fault(
         STEPS + "step_tables.py",
-        "    return [capture(size) for size in reversed(sizes)][::-1]",
-        "    return [capture(size) for size in sizes]",
+        _LARGEST_FIRST,
+        _LARGEST_FIRST.replace("reversed(sizes)", "sizes").replace("[::-1]", ""),
         _DECODE,
     ),
     "capture_on_torchs_stream": Fault(
