@@ -254,6 +254,7 @@ class Capture:
         self._left.__exit__(*error)
 
 
+_Stream = Stream
 Place = torch.device | FakeDevice
 """How callers name a device."""
 
@@ -307,11 +308,11 @@ class FakeCuda:
     def synchronize(self, device: Place | None = None) -> None:
         self._of(device).synchronize()
 
-    def current_stream(self, device: Place | None = None) -> Stream:
+    def current_stream(self, device: Place | None = None) -> _Stream:
         return self._of(device).current
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: _Stream) -> Iterator[None]:
         """Queue work in a stream inside the block, whose device is the current one then."""
         before, self.device = self.device, stream.device
         try:
@@ -320,7 +321,7 @@ class FakeCuda:
         finally:
             self.device = before
 
-    def capture_stream(self) -> Stream:
+    def capture_stream(self) -> _Stream:
         """Return the stream of captures that name none: one a process."""
         self._first = self._first or Stream(self.device)
         return self._first

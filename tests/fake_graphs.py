@@ -60,7 +60,7 @@ class Memory:
         block = self._blocks.get(storage.data_ptr())
         if block is None or not tensor.numel():
             return None
-        return _formed(torch.from_numpy(block), tensor, tensor.storage_offset())
+        return _formed(torch.from_numpy(block), tensor, int(tensor.storage_offset()))
 
     def _block(self, num_bytes: int) -> np.ndarray[Any, Any]:
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())

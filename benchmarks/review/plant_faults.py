@@ -219,10 +219,46 @@ FAULTS = {
         _LARGEST_FIRST.replace("reversed(sizes)", "sizes").replace("[::-1]", ""),
         _DECODE,
     ),
+    "step_hidden_rebound": Fault(
+        STEPS + "step_graphs.py",
+        "self._hidden[: hidden.shape[0]].copy_(hidden)",
+        "self._hidden = hidden",
+        _tests(
+            TESTS + "test_draft_graphs.py",
+            "test_captured_steps_report_their_hidden_states[dense-decode]",
+        ),
+    ),
+    "embeddings_rebound": Fault(
+        STEPS + "tower_graphs.py",
+        "self._out[: len(rows)].copy_(rows)",
+        "self._out = rows",
+        _tests(
+            TESTS + "test_tower_graphs.py",
+            "test_embeddings_that_fill_a_graph_outlive_the_next_run[plain]",
+        ),
+    ),
+    "warm_up_before_its_tables": Fault(
+        STEPS + "step_tables.py", "        self._stream.wait_stream(current)\n", "", _CAPTURES
+    ),
+    "steps_beside_a_warm_up": Fault(
+        STEPS + "step_tables.py", "        current.wait_stream(self._stream)\n", "", _CAPTURES
+    ),
+    "capture_without_warm_up": Fault(
+        STEPS + "step_tables.py", "_WARM_UP = 2\n", "_WARM_UP = 0\n", _CAPTURES
+    ),
+    "host_memory_pageable": Fault(
+        STEPS + "step_tables.py", "dtype=torch.uint8, pin_memory=True", "dtype=torch.uint8", _QUEUE
+    ),
+    "copies_block": Fault(
+        STEPS + "step_tables.py",
+        "target.copy_(source, non_blocking=True)",
+        "target.copy_(source)",
+        _QUEUE,
+    ),
     "capture_on_torchs_stream": Fault(
         STEPS + "step_tables.py",
-        '{"stream": self._stream, "capture',
-        '{"capture',
+        "torch.cuda.graph(graph, self._pool, self._stream, CAPTURE_ERRORS)",
+        "torch.cuda.graph(graph, self._pool, None, CAPTURE_ERRORS)",
         _CAPTURES,
     ),
     "tiles_of_the_first_gpu": Fault(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from fake_device import Event, FakeDevice, FakeTorch, Stream
-from fake_graphs import Eager, Memory
+from fake_device import FakeDevice, FakeTorch, Stream
 from queued_device import QueuedDevice
 
 from vlm_serve.engine.steps import step_tables
@@ -59,11 +59,27 @@ def test_engines_of_one_gpu_have_a_stream_and_a_pool_each(
     assert {each.errors for each in cards[0].captures} == {"thread_local"}
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_warm_up_has_its_place_among_what_is_queued(seed: int) -> None:
+    """And a step is warmed up before it is captured: kernels are compiled then."""
+    device, seen = FakeDevice(seed), list[str]()
+    with patch.object(step_tables, "torch", FakeTorch(device)):
+        graphs = CudaGraphs(CARDS[0])
+        device.queue(partial(seen.append, "tables"))
+        graphs.warm_up(partial(device.queue, partial(seen.append, "warm-up")))
+        device.queue(partial(seen.append, "step"))
+        device.synchronize()
+        assert seen == ["tables", "warm-up", "step"]
+        seen.clear()
+        graphs.capture(lambda: seen.append("captured" if device.capturing else "warm-up"))
+    assert seen == [*["warm-up"] * (len(seen) - 1), "captured"] and len(seen) > 1
+
+
 def test_without_a_stream_all_engines_share_the_first_ones(
     cards: tuple[FakeDevice, FakeDevice],
 ) -> None:
     """As torch has it, so that the tests above could fail."""
-    fake: Any = step_tables.torch
+    fake: Any = vars(step_tables)["torch"]
     for place, device in zip(CARDS, cards, strict=True):
         with fake.cuda.stream(fake.cuda.Stream(place)):
             with fake.cuda.graph(fake.cuda.CUDAGraph()):
@@ -149,46 +165,3 @@ def test_results_of_a_capture_are_overwritten_by_the_next_one() -> None:
     # What is kept to the end is nobody else's.
     device.capture(lambda: kept.update({1: x + 7}))
     assert kept[1].untyped_storage().data_ptr() != of_small.untyped_storage().data_ptr()
-
-
-def test_memory_that_is_freed_is_overwritten_and_used_at_once() -> None:
-    memory = Memory()
-    with Eager(memory):
-        first = torch.ones(5) + 1
-        view, address = first[2:], first.data_ptr()
-        named = memory.named(view)
-        del first
-        assert view.tolist() == [2, 2, 2] and (torch.ones(5) + 1).data_ptr() != address
-        assert named is not None and named.tolist() == [2, 2, 2]
-        del view
-        assert named.isnan().all()
-        second = torch.ones(5).mul(3)
-    assert named.tolist() in ([1, 1, 1], [3, 3, 3]) and second.tolist() == [3] * 5
-
-
-def test_an_event_waits_for_what_was_queued_before_it_on_its_stream() -> None:
-    """And for what that waits for; nothing behind it runs, nor in another stream."""
-    device, done = FakeDevice(), list[str]()
-    other = Stream(device)
-
-    def queue(name: str) -> None:
-        device.queue(lambda: done.append(name))
-
-    with device.using(other):
-        queue("other")
-        before = Event(device)
-        before.record()
-        queue("behind the other")
-    queue("first")
-    before.wait()
-    queue("second")
-    event = Event(device)
-    event.record()
-    queue("third")
-    assert not event.query()
-    event.synchronize()
-    assert done == ["first", "other", "second"] and event.query()
-    event.synchronize()
-    assert len(done) == 3
-    device.synchronize()
-    assert sorted(done[3:]) == ["behind the other", "third"]

@@ -177,8 +177,9 @@ def test_what_is_not_accepted(model: Model) -> None:
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_captured_steps_report_their_hidden_states(model: Model, kind: str) -> None:
-    """In the order of the tokens, without padding: the layer reads them."""
-    size = StepSize(3)
+    """In the order of the tokens, without padding: the layer reads them. The size in use is not the
+    one that was captured last."""
+    sizes = StepSize(1), StepSize(3)
     found = []
     for captured in (False, True):
         driver = Driver(model, scratch_rows=1, most_drafts=4)
@@ -190,16 +191,16 @@ def test_captured_steps_report_their_hidden_states(model: Model, kind: str) -> N
         }
         step: dict[str, Any] = {"decodes": [one]}
         if kind == "prefill":
-            size = StepSize(3, prompts=3, tokens=32)
+            sizes = tuple(StepSize(3, prompts=3, tokens=tokens) for tokens in (8, 32))
             step |= {"prefills": [(text_sequence(random_ids(9, 1)), 0, 9)], "all_logits": False}
         elif kind == "verify":
-            size = StepSize(2, 2, 4)
+            sizes = StepSize(0, 1, 4), StepSize(2, 2, 4)
             other.tokens += [3, 4]
             step |= {"drafts": [(other, 20, 0)]}
         else:
             step["decodes"].append(other)
         if captured:
-            driver.forward = running(StepGraphs(model, driver.caches, (size,), **limits))
+            driver.forward = running(StepGraphs(model, driver.caches, sizes, **limits))
         hidden = driver.step(**step).hidden
         assert hidden is not None
         found.append(hidden.clone())

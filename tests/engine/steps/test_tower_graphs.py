@@ -97,6 +97,7 @@ def test_padding_changes_no_bit(model: Model, graphs: TowerGraphs) -> None:
     assert not torch.equal(beside[1][:1], together[1])
 
 
+@pytest.mark.sweep
 def test_embeddings_that_fill_a_graph_outlive_the_next_run(
     model: Model, graphs: TowerGraphs
 ) -> None:

@@ -52,6 +52,7 @@ def traffic(params: SamplingParams, mask: bytes | None = None) -> tuple[int, int
         # And the tokens' log-probabilities: ids, values, tokens.
         (dataclasses.replace(DRAWN, logprobs=2), None, 3, 3),
     ],
+    ids=["greedy", "drawn", "masked", "penalised", "reported"],
 )
 def test_sampling_waits_once(
     params: SamplingParams, mask: bytes | None, waits: int, copies: int

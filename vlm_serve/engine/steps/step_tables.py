@@ -90,8 +90,7 @@ class CudaGraphs:
         for _ in range(_WARM_UP):
             self.warm_up(step)
         graph = torch.cuda.CUDAGraph()
-        options = {"stream": self._stream, "capture_error_mode": CAPTURE_ERRORS}
-        with torch.cuda.graph(graph, pool=self._pool, **options):
+        with torch.cuda.graph(graph, self._pool, self._stream, CAPTURE_ERRORS):
             step()
         return graph.replay
 
