@@ -173,8 +173,12 @@ class _Logging(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = _form(func, args, kwargs)
         result = tree_map_only(torch.Tensor, self._pool.empty_like, result)
-        if name not in _ALLOCATIONS:
-            self._log.append(_again(func, self._named((args, kwargs)), self._named(result)))
+        outputs = self._named(result)
+        if name in _ALLOCATIONS:
+            # What an earlier replay left there is nothing to rely on.
+            self._log.append(_overwritten(outputs))
+        else:
+            self._log.append(_again(func, self._named((args, kwargs)), outputs))
         return result
 
     def _named(self, values: Any) -> Any:
@@ -185,6 +189,15 @@ class _Logging(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return next((place for place in places if place is not None), tensor)
 
         return tree_map_only(torch.Tensor, named, values)
+
+
+def _overwritten(tensor: torch.Tensor) -> Callable[[], None]:
+    block = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+    def overwrite() -> None:
+        block.fill_(POISON)
+
+    return overwrite
 
 
 def _again(func: Any, inputs: Any, outputs: Any) -> Callable[[], None]:

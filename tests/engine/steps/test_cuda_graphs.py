@@ -142,6 +142,23 @@ def test_a_capture_waits_for_no_value(read: str) -> None:
         Quiet().capture(reads[read])
 
 
+def test_a_replay_finds_nothing_of_the_one_before() -> None:
+    """In memory that a step allocates and does not write."""
+    device, x, out = QueuedDevice(), torch.zeros(4), torch.zeros(4)
+
+    def step() -> None:
+        rows = torch.empty(4)
+        rows[:2] = x[:2]
+        out.copy_(rows)
+        rows[2:].fill_(5)
+
+    replay = device.capture(step)
+    for _ in range(2):
+        replay()
+        device.synchronize()
+        assert out.isnan().tolist() == [False, False, True, True]
+
+
 def test_results_of_a_capture_are_overwritten_by_the_next_one() -> None:
     """Graphs share their memory: what is freed in one is used by the next, and what is kept of it
     without a copy is another step's."""

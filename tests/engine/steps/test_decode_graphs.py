@@ -300,8 +300,8 @@ def test_a_capture_that_fails(
     config = EngineConfig(dtype="float32", block_size=16, cache_memory="16MiB")
     parts = build(checkpoint, config)
     assert parts.config.cuda_graphs is False
-    assert parts.degraded == "steps run without CUDA graphs: driver too old"
-    assert parts.degraded in caplog.text
+    assert parts.degraded == "steps run without CUDA graphs: a step could not be captured"
+    assert "steps run without CUDA graphs: driver too old" in caplog.text
     with pytest.raises(ConfigError, match="cuda_graphs: driver too old"):
         build(checkpoint, replace(config, cuda_graphs=True))
 
@@ -325,7 +325,7 @@ def test_a_capture_that_fails_is_named(size: StepSize, named: str) -> None:
 
 
 def test_a_step_that_cannot_be_captured_is_named_to_the_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(QueuedDevice):
         def capture(self, step: Step) -> Step:
@@ -338,10 +338,12 @@ def test_a_step_that_cannot_be_captured_is_named_to_the_operator(
     with_graphs(monkeypatch, lambda place: Full())
     checkpoint = str(make_checkpoint(tmp_path, SPECS["dense"]))
     config = EngineConfig(dtype="float32", block_size=16, cache_memory="16MiB", max_num_seqs=2)
-    step = "a step of 2 decode tokens and 32 prompt tokens"
-    assert build(checkpoint, config).degraded == (
-        f"steps run without CUDA graphs: {step}: out of memory"
-    )
+    step, lost = "a step of 2 decode tokens and 32 prompt tokens", "steps run without CUDA graphs"
+    assert build(checkpoint, config).degraded == f"{lost}: {step} could not be captured"
+    assert f"{lost}: {step}: out of memory" in caplog.text
+    named = f"cuda_graphs: {step}: out of memory"
+    with pytest.raises(ConfigError, match=named):
+        build(checkpoint, replace(config, cuda_graphs=True))
 
 
 def test_graphs_need_a_gpu(tmp_path: Path) -> None:

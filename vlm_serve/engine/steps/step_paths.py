@@ -19,7 +19,7 @@ from vlm_serve.engine.steps.step_sizes import (
     prefill_sizes,
     verify_sizes,
 )
-from vlm_serve.engine.steps.step_tables import CudaGraphs, GraphDevice
+from vlm_serve.engine.steps.step_tables import CaptureError, CudaGraphs, GraphDevice
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs, patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
@@ -84,9 +84,10 @@ def capture(
     except RuntimeError as error:
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
-        problem = f"steps run without CUDA graphs: {error}"
-        _log.warning("%s", problem)
-        return Captured(problem=problem)
+        _log.warning("steps run without CUDA graphs: %s", error)
+        # Whoever asks for the engine's health need not hold a key: the rest is in the log.
+        step = error.step if isinstance(error, CaptureError) else "a step"
+        return Captured(problem=f"steps run without CUDA graphs: {step} could not be captured")
 
 
 def _capture(

@@ -43,20 +43,33 @@ class GraphDevice(Protocol):
         read."""
 
 
+class CaptureError(RuntimeError):
+    """A step cannot be captured.
+
+    Args:
+        step: its kind and size.
+        problem: what the driver or torch says.
+    """
+
+    def __init__(self, step: str, problem: RuntimeError) -> None:
+        super().__init__(f"{step}: {str(problem).partition(chr(10))[0]}")
+        self.step = step
+
+
 @contextmanager
 def naming(step: str) -> Iterator[None]:
-    """Begin RuntimeErrors of the block with the step that is captured there."""
+    """Raise RuntimeErrors of the block as the CaptureError of a step."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{step}: {str(error).partition(chr(10))[0]}") from error
+        raise CaptureError(step, error) from error
 
 
 def largest_first(
     sizes: Sequence[Size], capture: Callable[[Size], Captured], name: str = "a step of {}"
 ) -> list[Captured]:
     """Capture steps of all sizes, given in ascending order, and return them in this order. The
-    largest is captured first: the others reuse its memory. Errors begin with the name of a size."""
+    largest is captured first: the others reuse its memory. `name` is theirs in a CaptureError."""
     captured = []
     for size in reversed(sizes):
         with naming(name.format(size)):
