@@ -102,7 +102,7 @@ class Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = _storages((args, kwargs))
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() in known:
+            if tensor.device.type != "cpu" or tensor.untyped_storage()._cdata in known:
                 return tensor
             own = self._memory.empty_like(tensor)
             if func.overloadpacket.__name__ not in _ALLOCATIONS:
@@ -162,16 +162,15 @@ class _Logging(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs = self._named((args, kwargs))
             self._log.append(lambda: func(*inputs[0], **inputs[1]))
             return _written(func, args, kwargs)
-        if func.is_view or name == "_unsafe_view":
+        if func.is_view:
+            # `.to()` and `reshape` are such by their schema, and copy if they must.
             result = func(*args, **kwargs)
-            known = _storages((args, kwargs))
-            if all(
-                each.untyped_storage().data_ptr() in known or not each.numel()
-                for each in tree_leaves(result)
-            ):
+            if _storages(result) <= _storages((args, kwargs)):
                 return result
         else:
             result = _form(func, args, kwargs)
+            if result is None:
+                return func(*args, **kwargs)
         result = tree_map_only(torch.Tensor, self._pool.empty_like, result)
         outputs = self._named(result)
         if name in _ALLOCATIONS:
@@ -212,7 +211,8 @@ def _again(func: Any, inputs: Any, outputs: Any) -> Callable[[], None]:
 
 
 def _form(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return an operation's results on the device "meta": their forms."""
+    """Return an operation's results on the device "meta": their forms. None if they have no memory
+    of their own."""
 
     def form(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -220,7 +220,8 @@ def _form(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map_only(torch.Tensor, form, (args, kwargs))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    return None if _storages(result) <= _storages((args, kwargs)) else result
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -236,8 +237,9 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _storages(values: Any) -> set[int]:
+    """Return which memory the tensors among some values lie in; that of none is nowhere."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
-    return {each.untyped_storage().data_ptr() for each in tensors}
+    return {each.untyped_storage()._cdata for each in tensors if each.numel()}
 
 
 def refuse(func: Any, args: Any) -> None:

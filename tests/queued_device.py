@@ -36,6 +36,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_FIRST = torch.device("cpu")
+"""Where the engine's tensors are. It is the name of the only fake device."""
+
+
 class QueuedDevice(CudaGraphs):
     """The real `CudaGraphs` over a fake device, whose captures are logged and whose replays run the
     log. `torch.cuda` is the device's where `CudaGraphs` asks for it.
@@ -112,10 +116,6 @@ class QueuedDevice(CudaGraphs):
     def _used(self) -> Iterator[None]:
         with patch.object(step_tables, "torch", self._torch):
             yield
-
-
-_FIRST = torch.device("cpu")
-"""Where the engine's tensors are. It is the name of the only fake device."""
 
 
 class TorchDevice(QueuedDevice):
