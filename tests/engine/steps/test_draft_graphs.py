@@ -179,7 +179,7 @@ def test_what_is_not_accepted(model: Model) -> None:
 def test_captured_steps_report_their_hidden_states(model: Model, kind: str) -> None:
     """In the order of the tokens, without padding: the layer reads them. The size in use is not the
     one that was captured last."""
-    sizes = StepSize(1), StepSize(3)
+    sizes: tuple[StepSize, ...] = (StepSize(1), StepSize(3))
     found = []
     for captured in (False, True):
         driver = Driver(model, scratch_rows=1, most_drafts=4)
