@@ -102,7 +102,7 @@ class Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = _storages((args, kwargs))
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "cpu" or tensor.untyped_storage()._cdata in known:
+            if tensor.device.type != "cpu" or _storages(tensor) <= known:
                 return tensor
             own = self._memory.empty_like(tensor)
             if func.overloadpacket.__name__ not in _ALLOCATIONS:
