@@ -125,7 +125,7 @@ def boxes(out: Path) -> list[Box]:
             120,
             (_script("gpu_tune.py", "--table", str(out.resolve()), "--out", str(tuned)),),
         ),
-        Box("engine", 200, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
+        Box("engine", 220, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
         Box(
             "long",
             150,

@@ -141,6 +141,7 @@ class FakeEngine:
         self.mirror = TreeMirror(CacheEvents())
         self.step_times = StepTimes()
         self.alive = True
+        self.degraded: str | None = None
         self.last_step_time = time.monotonic()
         self.requests: dict[str, FakeRequest] = {}
         self.num_submitted = 0

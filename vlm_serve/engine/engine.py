@@ -80,6 +80,7 @@ class Engine:
         self.weights = parts.weights
         self.memory = parts.memory
         self.step_memory = parts.steps
+        self.degraded = parts.degraded
         self.preprocessor: Preprocessor = parts.preprocessor
         language = parts.language
         self.max_model_len = language.max_length

@@ -49,6 +49,9 @@ def test_decode_steps_reach_as_far_as_sequences_may_run() -> None:
 class Still:
     """Captures nothing, and runs no step."""
 
+    def __init__(self, device: torch.device) -> None:
+        pass
+
     def warm_up(self, step: Step) -> None:
         pass
 

@@ -73,7 +73,7 @@ def engine(
         assert config.block_size is not None
         made.append(TorchDevice(model, config.block_size))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_paths, "CudaGraphs", lambda: made[-1])
+            patch.setattr(step_paths, "CudaGraphs", lambda place: made[-1])
             return capture(model, caches, config, longest)
 
     def executor(*args: Any, **given: Any) -> Watched:

@@ -245,6 +245,7 @@ def _assemble(
         cache=cache,
         media=media,
         tiers=tiers,
+        degraded=graphs.problem,
     )
 
 

@@ -24,6 +24,7 @@ from vlm_serve.engine.steps.step_tables import (
     Step,
     TableMemory,
     largest_first,
+    naming,
 )
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
@@ -121,7 +122,8 @@ class StepGraphs:
         def step() -> None:
             self._model.forward(batch, self._caches)
 
-        self._device.warm_up(step)
+        with naming(f"a step of {size}"):
+            self._device.warm_up(step)
         assert batch.prefill is not None
         return tile_forms(batch.prefill.tensors)
 

@@ -68,6 +68,14 @@ class StepSize:
     prompts: int = 0
     tokens: int = 0
 
+    def __str__(self) -> str:
+        parts = {
+            f"{self.decodes} decode tokens": self.decodes,
+            f"{self.drafted} times {self.room} tokens": self.drafted,
+            f"{self.tokens} prompt tokens": self.tokens,
+        }
+        return " and ".join(text for text, count in parts.items() if count)
+
     @property
     def rows(self) -> int:
         """Tokens, padding included."""

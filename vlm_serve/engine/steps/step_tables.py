@@ -8,7 +8,8 @@ and a buffer is reused only after its last copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -45,30 +46,67 @@ class GraphDevice(Protocol):
         read."""
 
 
-def largest_first(sizes: Sequence[Size], capture: Callable[[Size], Captured]) -> list[Captured]:
+class CaptureError(RuntimeError):
+    """A step cannot be captured.
+
+    Args:
+        step: its kind and size.
+        problem: what the driver or torch says.
+    """
+
+    def __init__(self, step: str, problem: RuntimeError) -> None:
+        super().__init__(f"{step}: {str(problem).partition(chr(10))[0]}")
+        self.step = step
+
+
+@contextmanager
+def naming(step: str) -> Iterator[None]:
+    """Raise RuntimeErrors of the block as the CaptureError of a step."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CaptureError(step, error) from error
+
+
+def largest_first(
+    sizes: Sequence[Size], capture: Callable[[Size], Captured], name: str = "a step of {}"
+) -> list[Captured]:
     """Capture steps of all sizes, given in ascending order, and return them in this order. The
-    largest is captured first: the others reuse its memory."""
-    return [capture(size) for size in reversed(sizes)][::-1]
+    largest is captured first: the others reuse its memory. `name` is theirs in a CaptureError."""
+    captured = []
+    for size in reversed(sizes):
+        with naming(name.format(size)):
+            captured.append(capture(size))
+    return captured[::-1]
 
 
 class CudaGraphs:
-    """Captures CUDA graphs with shared memory: only one of them runs at a time."""
+    """Captures CUDA graphs with shared memory: only one of them runs at a time.
 
-    def __init__(self) -> None:
+    torch's own stream for captures belongs to the process: to the device of its first capture, and
+    to one capture at a time. So each engine has one of its own. Warm-ups run there too, because
+    libraries keep their workspaces by stream.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, step: Step) -> None:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(self._stream)
 
     def capture(self, step: Step) -> Step:
         for _ in range(_WARM_UP):
             self.warm_up(step)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=CAPTURE_ERRORS):
+        with torch.cuda.graph(graph, self._pool, self._stream, CAPTURE_ERRORS):
             step()
         return graph.replay
 
