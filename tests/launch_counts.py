@@ -147,6 +147,9 @@ class _Counting:
                 step()
         return step
 
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 

@@ -53,6 +53,8 @@ class Traffic(TorchFunctionMode):
         if name == "__get__":
             result = func(*_plain(args))
             return GPU if mine and isinstance(result, torch.device) else _as(result, mine)
+        if name == "pin_memory":  # which a machine without a GPU has not
+            return args[0].clone()
         target = _target(args, kwargs, name)
         assert not (mine and name == "numpy"), "numpy reads no memory of a GPU"
         if name in _MOVES and target is not None:

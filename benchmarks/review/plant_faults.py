@@ -88,10 +88,11 @@ _LARGEST_FIRST = """    for size in reversed(sizes):
             captured.append(capture(size))
     return captured[::-1]
 """
-_PADDING = "                staged[part][name].fill_(table.padding)\n"
-_STALE = """                if name != "{}":
-                    staged[part][name].fill_(table.padding)
+_PADDING = """                (carved[part][name], table.padding)
+                for part, tables in parts.items()
+                for name, table in tables.items()
 """
+_STALE = _PADDING + '                if name != "{}"\n'
 
 
 _SEND = "        target.copy_(source, non_blocking=True)\n"
@@ -190,8 +191,8 @@ FAULTS = {
     ),
     "ring_send_wrong_read": Fault(
         STEPS + "step_tables.py",
-        "self._reads[self._next] = self._device.send(target, source)",
-        "self._reads[self._next - 1] = self._device.send(target, source)",
+        "self._reads[self._next] = self.device.send(target, source)",
+        "self._reads[self._next - 1] = self.device.send(target, source)",
         _QUEUE,
     ),
     "sampler_reads_row_above": Fault(
@@ -217,6 +218,18 @@ FAULTS = {
         STEPS + "step_tables.py",
         _LARGEST_FIRST,
         _LARGEST_FIRST.replace("reversed(sizes)", "sizes").replace("[::-1]", ""),
+        _DECODE,
+    ),
+    "sampled_ids_not_moved": Fault(
+        STEPS + "step_graphs.py",
+        "        if batch.sampled is not None:\n",
+        "        if False:\n",
+        _tests(TESTS + "test_one_step_ahead.py", "test_answers_have_the_same_bits[dense]"),
+    ),
+    "columns_not_moved": Fault(
+        STEPS + "step_tables.py",
+        "            self._ring.device.move(target, source)\n",
+        "            pass\n",
         _DECODE,
     ),
     "step_hidden_rebound": Fault(

@@ -13,13 +13,14 @@ from wait_counts import Traffic, resident
 
 from vlm_serve.engine.requests.plan import SampleTask, SequenceInfo
 from vlm_serve.engine.steps.prompt_rows import logprob_rows
-from vlm_serve.engine.steps.sampler import SequenceSampler, sample
+from vlm_serve.engine.steps.sampler import SequenceSampler, choose_tasks, sample
 from vlm_serve.sampling_params import SamplingParams
 
 VOCAB, ROWS = 64, 4
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20)
 PENALISED = dataclasses.replace(DRAWN, presence_penalty=1.5)
+REPORTED = dataclasses.replace(DRAWN, logprobs=2)
 ALLOWED = bytes([255] * (VOCAB // 8))
 
 
@@ -43,14 +44,14 @@ def traffic(params: SamplingParams, mask: bytes | None = None) -> tuple[int, int
     [
         # One read of all tokens.
         (GREEDY, None, 1, 0),
-        # Beside it the parameters of all rows travel, and which rows are drawn.
-        (DRAWN, None, 1, 2),
-        # And all masks.
-        (DRAWN, ALLOWED, 1, 3),
+        # The parameters of all rows, and which rows are drawn, come from pinned memory.
+        (DRAWN, None, 1, 0),
+        # So do masks.
+        (DRAWN, ALLOWED, 1, 0),
         # Each row's new counts, with the places of their tokens.
-        (PENALISED, None, 1, 2 + 2 * ROWS),
+        (PENALISED, None, 1, 2 * ROWS),
         # And the tokens' log-probabilities: ids, values, tokens.
-        (dataclasses.replace(DRAWN, logprobs=2), None, 3, 3),
+        (REPORTED, None, 3, 0),
     ],
     ids=["greedy", "drawn", "masked", "penalised", "reported"],
 )
@@ -58,6 +59,22 @@ def test_sampling_waits_once(
     params: SamplingParams, mask: bytes | None, waits: int, copies: int
 ) -> None:
     assert traffic(params, mask) == (waits, copies)
+
+
+@pytest.mark.parametrize("mask", [None, ALLOWED], ids=["free", "masked"])
+def test_sampling_for_the_next_step_waits_for_nothing(mask: bytes | None) -> None:
+    """Rows of all kinds that a step may be ahead of."""
+    logits, position = torch.randn(ROWS, VOCAB), torch.zeros(3, 1, dtype=torch.int64)
+    kinds = (GREEDY, DRAWN, REPORTED, GREEDY)
+    samplers = {
+        row: SequenceSampler(SequenceInfo(row, (5, 6), position, 0, params, seed=row))
+        for row, params in enumerate(kinds)
+    }
+    tasks = [SampleTask(row, 1, mask) for row in range(ROWS)]
+    with Traffic() as found:
+        chosen = choose_tasks(resident(logits), tasks, samplers, range(ROWS))
+    assert (found.waits.total(), found.copies.total()) == (0, 0)
+    assert len(chosen.tokens) == ROWS
 
 
 def test_log_probabilities_of_a_prompt_wait_for_each_of_their_columns() -> None:
