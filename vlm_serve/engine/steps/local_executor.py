@@ -186,6 +186,7 @@ class LocalExecutor:
             samplers = {number: self._known[number].sampler for number in sequences}
             wait = self._begin_sampling(output.logits, sequences, tasks, samplers, rows)
             return lambda: _sampled_output(sequences, wait())
+        self._sampled = ()  # nothing of it stays on the device for the next step
         result = self._output(plan, *computed)
         return lambda: result
 
@@ -225,11 +226,12 @@ class LocalExecutor:
         """Begin a step that only extends the one before."""
         output, columns = self._compute_rows(rows)
         sequences, places = rows.sequences, range(len(rows))
+        plain = columns.is_plain and not rows.masks
         if self.steps_ahead:
-            tasks, samplers = rows.tasks(), columns.samplers
+            tasks, samplers = [] if plain else rows.tasks(), columns.samplers
             wait = self._begin_sampling(output.logits, sequences, tasks, samplers, places)
             return lambda: _sampled_output(sequences, wait(), rows=True)
-        if columns.is_plain and not rows.masks:
+        if plain:
             tokens = best_rows(output.logits, output.best)
             result = StepOutput({}, tokens=tokens, unsound=_unsound_ids(sequences, tokens))
         else:
@@ -257,9 +259,10 @@ class LocalExecutor:
         samplers: Mapping[int, SequenceSampler],
         rows: Sequence[int],
     ) -> Callable[[], Chosen]:
-        """Queue the sampling of tasks, one for each sequence. The next step may begin with their
-        tokens. Return a function that waits for them."""
-        count = len(tasks)
+        """Queue the sampling of tasks, one for each sequence, or of the likeliest tokens if there
+        are none. The next step may begin with these tokens. Return a function that waits for
+        them."""
+        count = len(sequences)
         if len(self._ids) < count:
             self._ids = torch.zeros(count, dtype=torch.int64, device=self._caches.device)
         ids, self._sampled = self._ids[:count], sequences

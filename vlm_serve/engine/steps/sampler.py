@@ -353,7 +353,10 @@ def choose_tasks(
 ) -> Chosen:
     """Sample a token for each task, none of which has a draft or a forced token, without a wait.
 
-    Args: see `sample`.
+    Args:
+        logits, samplers: see `sample`.
+        tasks: of the rows; none if each row's likeliest token is wanted.
+        rows: row of `logits` for each task.
     """
     plain = [
         samplers[task.sequence].is_plain and task.mask is None and not task.unbiased
