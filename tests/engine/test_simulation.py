@@ -119,6 +119,13 @@ def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
     assert counts["cold"] and counts["steps"] >= 300
 
 
+def test_nobody_takes_the_blocks_of_a_prompt_that_is_in_the_step() -> None:
+    """This seed has one tenant's prompt take all reports of a step. Another one's, resumed behind
+    it, took its blocks and did not fit either, so that no step could be planned any more."""
+    counts = Simulation(54, speculative=True).run(STEPS)
+    assert counts["preemptions"] and counts["rows computed"]
+
+
 def test_the_traffic_was_worth_its_name() -> None:
     """Runs after the seeds: a simulation in which nothing happens proves nothing. Which seeds run
     here depends on their cost, so seeds that are known to be eventful run where others were too

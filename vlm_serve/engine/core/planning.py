@@ -448,7 +448,8 @@ class Planner:
     def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow the lease to `num_tokens`; preempt other sequences until it fits. Replaying
         sequences are preempted first, then those that features choose, then the last ones in
-        scheduling order. Return False if the sequence itself was preempted."""
+        scheduling order. Nobody gives up blocks whose prompt is in the step already. Return
+        False if the sequence itself was preempted."""
         assert sequence.lease is not None
         queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
@@ -458,6 +459,8 @@ class Planner:
             candidates = [other for other in queues.running if other.replaying] or queues.running
             chosen = [choose(candidates) for choose in self._hooks.plan_victim]
             last = next(filter(None, chosen), None) or max(candidates, key=order)
+            if any(item.kind == "prefill" for item in queues.planned_of(last)):
+                last = sequence  # the other's turn came first, and its part of the step stays
             queues.preempt(last)
             if last is sequence:
                 return False

@@ -100,6 +100,10 @@ class SequenceQueues:
         removed, self._removed = self._removed, []
         return removed
 
+    def planned_of(self, sequence: Sequence) -> list[Slice]:
+        """Return what the step being planned has of a sequence."""
+        return [item for item in self.planned if item.sequence == sequence.number]
+
     def begin_plan(self) -> None:
         """Begin a step without anything in it."""
         self.planned, self.partial_folds, self.skip_mtp = [], (), False
