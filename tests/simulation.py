@@ -331,7 +331,7 @@ class Simulation:
         self._finish(plan, self._result(plan, {}))
 
     def _result(self, plan: StepPlan, before: dict[int, int]) -> StepOutput | StepError:
-        """The output of a plan, or its failure.
+        """Run a plan; return its output, or its failure.
 
         Args:
             plan: with rows whose tokens only the device knows, if it is ahead.

@@ -71,7 +71,7 @@ def test_a_device_behind_the_host_keeps_every_promise_too(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", quick(range(1000), 8, pytest.mark.fuzz))
 def test_steps_that_are_planned_ahead_keep_every_promise_too(seed: int) -> None:
-    """With failures between the two steps under way, aborts and ends."""
+    """Failures come between the two steps under way, and so do aborts and ends."""
     kind = AdapterSimulation if seed % 5 == 4 else Simulation
     AHEAD.update(kind(seed, queued=seed % 4 == 0, ahead=True).run(STEPS))
 

@@ -125,7 +125,7 @@ def test_a_failure_makes_the_step_ahead_void() -> None:
 
 
 def test_an_abort_under_way_leaves_no_state_that_is_a_token_further() -> None:
-    """At a block's end the row would be a snapshot; the step ahead has changed it."""
+    """The row would be a snapshot at a block's end; the step ahead has changed it."""
     world = World(30, snapshots=4, changes=EXTENDS)
     group = world.submit(5, BLOCK - 2, 30)
     kinds(world, 2)

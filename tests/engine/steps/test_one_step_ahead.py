@@ -129,7 +129,7 @@ def test_answers_have_the_same_bits(checkpoint: Path, monkeypatch: pytest.Monkey
 def test_the_device_has_the_next_step_before_this_one_is_read(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steady decoding; whatever empties the queue has a name."""
+    """Count the steps behind which the queue is empty, in steady decoding, and their reasons."""
     with engine(checkpoint, monkeypatch) as pipe:
         pipe.generate_many(PROMPTS, [params(), params(temperature=0.8, seed=1)] * 2)
         counts = pipe.engine.stats()["steps_ahead"]
@@ -174,7 +174,7 @@ def _not_waited_for(executor: Watched, work: Callable[[], Any]) -> Callable[[], 
 def test_stop_strings_aborts_and_failures(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step ahead has computed of those is void, and nobody else notices."""
+    """Compare with answers of steps that are not ahead: what these computed too much is void."""
     with engine(checkpoint, monkeypatch, ahead=False) as pipe:
         whole = said(pipe.generate_many(PROMPTS, params()))
         texts = [each.text for each in pipe.generate_many(PROMPTS, params())]

@@ -190,6 +190,7 @@ class Scheduler:
         return events
 
     def _end_unsound_rows(self, found: Rows[Sequence | None], output: StepOutput) -> list[Event]:
+        """Do as `_end_unsound` does, for a step of rows."""
         events: list[Event] = []
         for sequence in found if output.unsound else ():
             if sequence is not None and sequence.answer.finish_reason is None:
