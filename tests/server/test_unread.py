@@ -6,11 +6,13 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import RunningServer, running, wait_for
+from serving import WAIT_SECONDS, RunningServer, running, wait_for
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.outputs import Delta, FinishReason
@@ -102,54 +104,99 @@ def test_a_waiting_readers_deltas_may_be_taken_directly() -> None:
     asyncio.run(run())
 
 
-@pytest.fixture
-def server(checkpoint: Path) -> Iterator[RunningServer]:
+@contextmanager
+def serving(checkpoint: Path, seats: int) -> Iterator[RunningServer]:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
         block_size=16,
         cache_memory="32MiB",
         max_model_len=2048,
-        max_num_seqs=1,
+        max_num_seqs=seats,
         threads=1,
         speculative="off",
     )
     engine = Engine.from_checkpoint(str(checkpoint), config)
-    with running(engine, ServerConfig(port=0, idle_check=False)) as server:
+    with running(engine, ServerConfig(port=0, idle_check=False, send_timeout=600.0)) as server:
         yield server
     engine.close()
 
 
-@pytest.mark.sweep
-def test_a_stream_that_nobody_reads_gives_up_its_seat(server: RunningServer) -> None:
-    """There is one seat; the other request has the same tenant."""
-    fields: dict[str, Any] = {"max_tokens": 1000, "ignore_eos": True, "seed": 1}
-    fields |= {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
-    body = json.dumps(fields | {"stream": True, "top_logprobs": 20}).encode()
+FIELDS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 1000,
+    "ignore_eos": True,
+    "seed": 1,
+    "logprobs": True,
+}
+
+
+def ask(server: RunningServer, client: socket.socket) -> None:
+    """Ask for a stream of `FIELDS` with many alternatives, of which little fits on the way."""
+    body = json.dumps(FIELDS | {"stream": True, "top_logprobs": 20}).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect((host, int(port)))
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-        client.sendall(head + body)
-        wait_for(lambda: server.engine.stats()["num_unread"] == 1)
-        wait_for(lambda: server.engine.num_running == 0)
-        assert server.chat(max_tokens=4).status_code == 200
-        assert server.engine.stats()["num_unread"] == 1
-        client.settimeout(60)
-        read = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((host, int(port)))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    client.sendall(head + body)
+
+
+def rest_of(client: socket.socket) -> dict[str, str]:
+    """Read the rest of a stream, which must be whole, and return its text and thought."""
+    client.settimeout(WAIT_SECONDS)
+    read = b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert b"data: [DONE]" in read
     assert read.count(b'"logprob":') == 1000 * 21
-    whole = server.post("/v1/chat/completions", fields).json()["choices"][0]
-    events = [
-        json.loads(line.removeprefix(b"data: "))
-        for line in read.split(b"\n")
-        if line.startswith(b"data: {")
-    ]
+    lines = [line for line in read.split(b"\n") if line.startswith(b"data: {")]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-    for name in ("content", "reasoning_content"):
-        assert "".join(delta.get(name) or "" for delta in deltas) == (
-            whole["message"].get(name) or ""
-        )
-    assert server.engine.stats()["num_unread"] == 0
+    return {
+        name: "".join(delta.get(name) or "" for delta in deltas)
+        for name in ("content", "reasoning_content")
+    }
+
+
+def whole(server: RunningServer) -> dict[str, str]:
+    """Return the text and the thought of the same answer without a stream."""
+    message = server.post("/v1/chat/completions", FIELDS).json()["choices"][0]["message"]
+    return {name: message.get(name) or "" for name in ("content", "reasoning_content")}
+
+
+@pytest.mark.sweep
+def test_a_stream_that_nobody_reads_gives_up_its_seat(checkpoint: Path) -> None:
+    """There is one seat; the other request has the same tenant."""
+    with serving(checkpoint, 1) as server:
+        with socket.socket() as client:
+            ask(server, client)
+            wait_for(lambda: server.engine.stats()["num_unread"] == 1)
+            wait_for(lambda: server.engine.num_running == 0)
+            assert server.chat(max_tokens=4).status_code == 200
+            assert server.engine.stats()["num_unread"] == 1
+            told = rest_of(client)
+        assert told == whole(server)
+        assert server.engine.stats()["num_unread"] == 0
+
+
+@pytest.mark.sweep
+def test_hundreds_of_slow_readers_stop_nobody_and_lose_nothing(checkpoint: Path) -> None:
+    """Every tenth reads in the end, the others leave."""
+    with serving(checkpoint, 16) as server, ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(200)]
+        for number, client in enumerate(clients):
+            ask(server, client)
+            if number % 40 == 39:
+                assert server.chat(max_tokens=4).status_code == 200
+        wait_for(lambda: server.engine.stats()["num_unread"] == len(clients))
+        assert server.chat(max_tokens=4).status_code == 200
+        for number, client in enumerate(clients):
+            if number % 10:
+                client.close()
+        expected = whole(server)
+        with ThreadPoolExecutor(8) as readers:
+            for told in readers.map(rest_of, clients[::10]):
+                assert told == expected
+        wait_for(lambda: server.service.requests.num_open == 0)
+        wait_for(lambda: server.service.admission.memory.held == 0)
+        assert server.service.admission.open_tokens == 0
+        assert server.engine.stats()["num_unread"] == 0
