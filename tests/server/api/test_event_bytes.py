@@ -1,7 +1,7 @@
 """Streams are byte for byte those that clients have always got, however their events are made.
 
-`tests/data/event_streams.json` was written by the code before events had frames:
-`python tests/server/api/test_event_bytes.py` writes it anew.
+`tests/data/event_streams.json` was written by the code before events had frames, but a custom call
+has no function beside it. `python tests/server/api/test_event_bytes.py` writes it anew.
 """
 
 from __future__ import annotations

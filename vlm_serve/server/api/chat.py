@@ -210,7 +210,8 @@ class ChatChoiceState:
                 text += taking.rest(input_of(self._calls[index].function.arguments))
             if text or index in calls:
                 kind = {"type": "custom"} if "id" in part else {}
-                calls[index] = part | kind | {"custom": part.pop("function") | {"input": text}}
+                custom = part.pop("function") | {"input": text}
+                calls[index] = part | kind | {"custom": custom}
         return fields | {"tool_calls": [calls[at] for at in sorted(calls)]} if calls else fields
 
     def _take_logprobs(self, delta: Delta) -> list[Entry]:

@@ -285,6 +285,7 @@ def test_a_custom_tool_of_a_chat_takes_one_text(
         assert response.headers[IGNORED] == "tools[0].custom.format"
         (call,) = ok(response)["choices"][0]["message"]["tool_calls"]
     assert call["type"] == "custom" and call["custom"]["name"] == "apply_patch"
+    assert "function" not in call
     text = call["custom"]["input"]
     assert text == (INPUT if answer == PATCH_CALL else "")
     (tool,) = fake.engine.preprocessor.calls[-1]["tools"]
