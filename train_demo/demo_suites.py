@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,25 +126,19 @@ def _asked(rng: random.Random, scene: Scene) -> list[Field]:
     return rng.sample(fields, rng.randint(1, 3))
 
 
-CALL = re.compile(
-    r"<tool_call>\n<function=([^>\n]+)>\n((?:<parameter=[^>\n]+>\n.*?\n</parameter>\n)*)"
-    r"</function>\n</tool_call>",
-    re.DOTALL,
-)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
+def call_is_right(case: ToolCase, calls: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True for one complete call with all arguments, right about the picture.
 
-
-def read_call(text: str) -> tuple[str, dict[str, str]] | None:
-    """Return the name and the arguments of an answer that is one complete call."""
-    found = CALL.fullmatch(text)
-    return (found[1], dict(PARAMETER.findall(found[2]))) if found else None
-
-
-def call_is_right(case: ToolCase, text: str) -> bool:
-    """Return True if the answer is a complete call with all arguments, right about the picture."""
-    call = read_call(text)
-    if call is None or call[0] != case.name:
+    Args:
+        calls: of the answer, in OpenAI's form.
+    """
+    try:
+        (call,) = (each["function"] for each in calls)
+        given = json.loads(call["arguments"])
+    except ValueError:  # none, several, or one that the limit has cut
+        return False
+    if call["name"] != case.name:
         return False
     wanted = case.tools[0]["function"]["parameters"]["required"]
-    right = all(call[1].get(key) == value for key, value in case.arguments.items())
-    return right and sorted(call[1]) == sorted(wanted)
+    right = all(value_text(given.get(key)) == value for key, value in case.arguments.items())
+    return right and sorted(given) == sorted(wanted)

@@ -34,6 +34,7 @@ from demo_suites import (
 import vlm_serve
 from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.output import Output
 from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -101,15 +102,14 @@ def _sorted(value: Any) -> Any:
     return sorted(map(json.dumps, value)) if isinstance(value, list) else value
 
 
-def called(pipe: Pipeline, cases: Iterable[ToolCase]) -> Iterator[tuple[ToolCase, str]]:
-    """Yield each case with the answer's text, empty if it reached the limit."""
+def called(pipe: Pipeline, cases: Iterable[ToolCase]) -> Iterator[tuple[ToolCase, Output]]:
+    """Yield each case with its answer."""
     for case in cases:
         schemas = {case.name: case.tools[0]["function"]["parameters"]}
         choice = ToolChoice.of("required" if case.forced else None, [case.name], None)
         form = with_tools(None, choice, schemas, "response_format", "qwen3_xml")
         params = SamplingParams(temperature=0.0, max_tokens=2 * MAX_TOKENS, structured_outputs=form)
-        output = pipe.chat(case.messages, params, tools=case.tools)
-        yield case, output.text if output.finish_reason == "stop" else ""
+        yield case, pipe.chat(case.messages, params, tools=case.tools)
 
 
 def evaluate_clients(model: str, count: int, seed: int, config: EngineConfig, show: int) -> None:
@@ -127,11 +127,11 @@ def evaluate_clients(model: str, count: int, seed: int, config: EngineConfig, sh
                     print(f"    {case.messages[-1]['content']!r}: {text!r}, not {case.answer!r}")
             print_accuracy(title, right)
         calls: dict[str, list[bool]] = defaultdict(list)
-        for each, text in called(pipe, tool_cases(count, seed)):
-            calls[each.kind].append(call_is_right(each, text))
+        for each, output in called(pipe, tool_cases(count, seed)):
+            calls[each.kind].append(call_is_right(each, output.tool_calls))
             if not calls[each.kind][-1] and show > 0:
                 show -= 1
-                print(f"    {each.name} {each.arguments}: {text!r}")
+                print(f"    {each.name} {each.arguments}: {output.tool_calls or output.text}")
         print_accuracy("tool calls", calls)
 
 

@@ -76,14 +76,14 @@ def test_schemas_are_filled(pipe: Pipeline) -> None:
 
 def test_forced_calls_are_right(pipe: Pipeline) -> None:
     cases = [case for case in tool_cases(60, seed=7) if case.forced]
-    right = [call_is_right(case, text) for case, text in called(pipe, cases)]
+    right = [call_is_right(case, output.tool_calls) for case, output in called(pipe, cases)]
     assert sum(right) >= RIGHT_FORCED_CALLS * len(cases)
 
 
 def test_calls_of_its_own(pipe: Pipeline) -> None:
     """Their names are copied from the prompt, where training had none of them."""
     cases = [case for case in tool_cases(60, seed=7) if not case.forced]
-    right = [call_is_right(case, text) for case, text in called(pipe, cases)]
+    right = [call_is_right(case, output.tool_calls) for case, output in called(pipe, cases)]
     assert sum(right) >= RIGHT_CALLS * len(cases)
 
 

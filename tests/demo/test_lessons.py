@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from demo_model import DemoModel
 from demo_recall import copies
 from demo_scenes import draw_scene
 from demo_shape import DemoShape
-from demo_suites import read_call
 from demo_words import MEDIA_HERE, Turn
 from PIL import Image
 from teach import PARTS, Course
@@ -45,6 +45,20 @@ ARGUMENTS = [known("name", "Ana Bo"), known("times", 3), known("where", ["left",
 @pytest.fixture(scope="module")
 def chat() -> ChatFormat:
     return ChatFormat(Tokenizer.from_file(str(DEMO / "dense" / "tokenizer.json")))
+
+
+CALL = re.compile(
+    r"<tool_call>\n<function=([^>\n]+)>\n((?:<parameter=[^>\n]+>\n.*?\n</parameter>\n)*)"
+    r"</function>\n</tool_call>",
+    re.DOTALL,
+)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
+
+
+def read_call(text: str) -> tuple[str, dict[str, str]] | None:
+    """Return the name and the arguments of an answer that is one complete call."""
+    found = CALL.fullmatch(text)
+    return (found[1], dict(PARAMETER.findall(found[2]))) if found else None
 
 
 def test_tools_are_written_as_the_template_writes_them(pipe: Pipeline, chat: ChatFormat) -> None:
