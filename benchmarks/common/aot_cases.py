@@ -165,12 +165,11 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
         label = f"attention {str(dtype)[6:]} on {str(stored)[6:]}"
         q = torch.empty(TOKENS, shapes.query_heads, shapes.head_dim, dtype=dtype)
         yield label, partial(attention_prefill, q, kv, prefill_meta(), scale=scale)
-        # One long sequence is cut into the most parts, as every step of a CUDA graph is.
+        # Sums of parts are merged behind a long prefix, and in every step of a CUDA graph.
+        yield label, partial(attention_prefill, q, kv, prefill_meta(LONGEST), scale=scale)
         for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
             q = torch.empty(len(meta), shapes.query_heads, shapes.head_dim, dtype=dtype)
             yield label, partial(attention_decode, q, kv, meta, scale=scale)
-        fixed = partial(attention_decode, q, kv, meta, scale=scale, deterministic=True)
-        yield f"{label}, fixed parts", fixed
         gate = q.flatten(1)
         for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
             own = q[:1].expand(len(meta), -1, -1)
@@ -299,12 +298,12 @@ def _gated_delta_inputs(
     return q, k, v, g, beta
 
 
-def prefill_meta() -> PrefillMeta:
-    """One slice of TOKENS tokens in whole chunks, its blocks in order."""
+def prefill_meta(start: int = BLOCK) -> PrefillMeta:
+    """One slice of TOKENS tokens in whole chunks behind `start` others, its blocks in order."""
     return PrefillMeta(
         cu_seqlens=(0, TOKENS),
-        starts=(BLOCK,),
-        block_tables=(tuple(range(TOKENS // BLOCK + 1)),),
+        starts=(start,),
+        block_tables=(tuple(block % BLOCKS for block in range((start + TOKENS) // BLOCK)),),
         src_rows=(0,),
         dst_rows=(1,),
         chunk_ends=(tuple(range(BLOCK, TOKENS + 1, BLOCK)),),

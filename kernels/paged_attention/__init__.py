@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -28,8 +28,12 @@ from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyM
 from vlm_serve.kernels.paged_attention import compiled, reference
 
 FIXED_PART = 2048
-"""Keys of a part, for decoding whose bits depend on no other sequence of the step: its bounds
-follow from positions alone. A multiple of every tile."""
+"""Keys of a part of attention on a GPU: its bounds follow from positions alone, so a query's bits
+depend on its own sequence. A multiple of every tile."""
+SUMS_BYTES = 256 << 20
+"""Bytes of partial sums in one call, at most. If parts need more, a program walks several."""
+MOST_TILE_ROWS = 128
+"""Rows of a tile of prompts, at most: heads of its tokens that share a key head."""
 _STEP = 64
 _TABLES = ("kv_lens", "block_tables")
 _TRITON = "vlm_serve.kernels.paged_attention.triton"
@@ -45,14 +49,57 @@ _decode = Op(
 )
 
 
-def fixed_part_bytes(heads: int, dim: int, keys: int) -> int:
-    """Return the bytes of one decode token's partial sums in one layer, all float32: for each head
-    and part a maximum, a norm and `dim` totals.
+class SumsRoom(NamedTuple):
+    """Room for the partial sums of a call, by tiles of queries that read the same keys.
+
+    Attributes:
+        tiles: tiles that are computed at a time.
+        most: programs of a tile and key head: all but the first attend to one part.
+        slots: sums of a tile: one for each program, and one more if the first walks several parts.
+            With one, all keys are one part, and results are written at once.
+    """
+
+    tiles: int
+    most: int
+    slots: int
+
+
+def sums_room(tiles: int, rows: int, dim: int, keys: int, part: int = FIXED_PART) -> SumsRoom:
+    """Return the room for partial sums.
 
     Args:
-        keys: tokens of the longest sequence of the step.
+        tiles: of queries: decode tokens, or tiles of prompts.
+        rows: of a tile, those of all key heads.
+        dim: of a head.
+        keys: of the longest sequence.
+        part: keys of a part.
     """
-    return 4 * heads * -(-keys // FIXED_PART) * (dim + 2)
+    parts = -(-keys // part)
+    if parts <= 1:
+        return SumsRoom(tiles, 1, 1)
+    slots = max(8, SUMS_BYTES // (_sum_bytes(dim) * rows))
+    # Multiples of four: the tables of each launch are as aligned as the first one's.
+    limit = slots // 8 * 4
+    calls = -(-tiles // limit)
+    at_once = tiles if calls == 1 else -(-tiles // (4 * calls)) * 4
+    most = min(parts, slots // at_once)
+    return SumsRoom(at_once, most, most) if most == parts else SumsRoom(at_once, most - 1, most)
+
+
+def sums_bytes(rows: int, dim: int, keys: int) -> int:
+    """Return the bytes of all partial sums of a call, at most.
+
+    Args:
+        rows: heads of all tokens, and of padding.
+        dim, keys: see `sums_room`.
+    """
+    parts = -(-keys // FIXED_PART)
+    return min(SUMS_BYTES, rows * parts * _sum_bytes(dim)) if parts > 1 else 0
+
+
+def _sum_bytes(dim: int) -> int:
+    """Return the bytes of a row's sums of one part: a maximum, a norm and `dim` totals."""
+    return 4 * (dim + 2)
 
 
 def without_first(

@@ -17,10 +17,11 @@ from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.paged_attention import (
+    MOST_TILE_ROWS,
     attention_decode,
     attention_prefill,
     attention_verify,
-    fixed_part_bytes,
+    sums_bytes,
     without_first,
 )
 from vlm_serve.kernels.ranks import Ranks
@@ -70,8 +71,9 @@ class Attention(Mixer):
             Pool("kv_scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
         )
 
-    def fixed_decode_bytes(self, tokens: int) -> int:
-        return fixed_part_bytes(self.heads, self.head_dim, tokens)
+    def sums_bytes(self, tokens: int, slices: int, keys: int) -> int:
+        rows = tokens * self.heads + slices * MOST_TILE_ROWS * self.kv_heads
+        return sums_bytes(rows, self.head_dim, keys)
 
     def heads_to_split(self) -> Mapping[str, int]:
         return {"attention heads": self.heads}
