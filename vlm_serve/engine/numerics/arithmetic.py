@@ -9,11 +9,13 @@ docs/architecture.md#weights-and-arithmetic
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 
 import torch
 
+from vlm_serve.engine.numerics.dependence import USUAL, Part
 from vlm_serve.engine.numerics.invariance import Promise, check_options, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
@@ -148,6 +150,7 @@ def decide(
     checkpoint: torch.dtype,
     backend: Backend,
     stored: QuantScheme | None = None,
+    parts: Set[Part] = USUAL,
 ) -> Arithmetic:
     """Decide the types and the arithmetic of a model.
 
@@ -156,6 +159,7 @@ def decide(
         checkpoint: type of the checkpoint's weights.
         backend: device and kernels.
         stored: quantisation of the checkpoint's own weights; None if they are not quantised.
+        parts: what decides which ops run, see `parts_of`.
 
     Raises:
         ConfigError: a type that nothing computes here, or an option that this arithmetic excludes;
@@ -183,7 +187,9 @@ def decide(
     numerics = _numerics(compute, backend, config)
     numerics += "" if bits is None else f", weights in {config.quantization}"
     numerics += ", int8 activations" if dynamic else ""
-    promised = promise(backend.device, compiled=backend.compiled, wanted=config.deterministic)
+    promised = promise(
+        backend.device, compiled=backend.compiled, wanted=config.deterministic, parts=parts
+    )
     return Arithmetic(types, reason, numerics, bits, dynamic, promised)
 
 

@@ -1,0 +1,150 @@
+"""What the bits of a prompt's row depend on, op by op, on a GPU.
+
+A hit of a prompt is exact if every op that computes its rows gives a row the same bits whatever
+else a step holds: then it does not matter which of them come from the cache. The table covers each
+op of docs/step.md with kernels for GPUs, and torch's products.
+
+docs/architecture.md#batch-invariance
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from vlm_serve.models.parts.feed_forward import Experts
+from vlm_serve.models.spec import ModelSpec
+from vlm_serve.options.config import EngineConfig
+
+On = Literal["nothing", "rows", "neighbours"]
+"""Beside the row and its sequence: nothing, the number of rows in the call, or what these hold."""
+Part = Literal["any", "plain", "codes", "experts", "tower", "adapters", "fla"]
+"""Models and options by which an op runs; "plain" and "codes" are forms of weights."""
+USUAL: frozenset[Part] = frozenset({"any", "plain"})
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """What a prompt's row depends on in an op.
+
+    Attributes:
+        on: by default.
+        why: what it does, as far as that decides.
+        fixed: with `batch_invariant`.
+        part: what a model or its options must have for it to run.
+        name: for people; "" where nothing depends on company.
+    """
+
+    on: On
+    why: str
+    fixed: On = "nothing"
+    part: Part = "any"
+    name: str = ""
+
+
+_ROW = Dependence("nothing", "a program computes a row, or several apart")
+_ANSWERS = Dependence("nothing", "computes rows of answers alone")
+_COPY = Dependence("nothing", "copies")
+OPS: Mapping[str, Dependence] = {
+    "torch products": Dependence(
+        "rows",
+        "up to 8 rows by `few_rows`, more by a library that chooses by their number",
+        part="plain",
+        name="products with plain weights",
+    ),
+    "linear.few_rows_triton:few_rows": Dependence(
+        "rows", "up to 8 rows, in one order", part="plain", name="products with plain weights"
+    ),
+    "linear.codes_triton:product": Dependence(
+        "rows",
+        "tiles of 16, 32 or 64 rows",
+        part="codes",
+        name="products with quantised weights",
+    ),
+    "linear.few_codes_triton:few_codes": Dependence(
+        "rows", "up to 8 rows, in one order", part="codes", name="products with quantised weights"
+    ),
+    "moe.triton:routed_experts": Dependence(
+        "rows", "tiles by the number of pairs", part="experts", name="routed experts"
+    ),
+    "moe.triton:route": _ROW,
+    "segment_attention.triton:segment_attention": Dependence(
+        "nothing", "a patch reads the keys of its own picture, in their order", part="tower"
+    ),
+    "torch tower": Dependence(
+        "rows",
+        "products of all patches of a step, and torch's attention of pictures without a graph",
+        part="tower",
+        name="the vision tower",
+    ),
+    "linear.low_rank_triton:reduced": Dependence(
+        "nothing", "a program's rows have one tile", part="adapters"
+    ),
+    "linear.low_rank_triton:extended": Dependence(
+        "nothing", "factors have one tile; their base is a product", part="adapters"
+    ),
+    "gated_delta.triton:chunk_gated_delta": Dependence(
+        "nothing", "chunks end at absolute positions, and a sequence's are computed in their order"
+    ),
+    "gated_delta.fla:chunk_gated_delta": Dependence(
+        "neighbours",
+        "all sequences of a step in one call; nobody has shown that their bits are their own",
+        part="fla",
+        fixed="neighbours",
+        name="chunk_gated_delta by fla",
+    ),
+    "causal_conv.triton:causal_conv_prefill": _ROW,
+    "gated_delta.decoding_triton:gates": _ROW,
+    "norms.triton:rms_norm": _ROW,
+    "norms.triton:gated_rms_norm": _ROW,
+    "rope.triton:qk_norm_rope": _ROW,
+    "kv_write.triton:rotate_and_write": _ROW,
+    "kv_write.triton:write_kv": _ROW,
+    "elementwise.triton:silu_times": _ROW,
+    "elementwise.triton:times_sigmoid": _ROW,
+    "paged_attention.triton:attention_prefill": Dependence(
+        "nothing", "parts of 2 048 keys at absolute positions, merged in their order"
+    ),
+    "paged_attention.triton:attention_decode": _ANSWERS,
+    "gated_delta.decoding_triton:mix_decode": _ANSWERS,
+    "gated_delta.triton:recurrent_gated_delta": _ANSWERS,
+    "gated_delta.triton:verify_gated_delta": _ANSWERS,
+    "gated_delta.triton:fold_gated_delta": _ANSWERS,
+    "causal_conv.triton:causal_conv_decode": _ANSWERS,
+    "causal_conv.triton:causal_conv_verify": _ANSWERS,
+    "kv_write.triton:copy_kv_rows": _COPY,
+    "state_copy.triton:copy_runs": _COPY,
+}
+"""By the implementation's module in `kernels/` and its function; torch's by what they compute."""
+
+
+def parts_of(spec: ModelSpec, config: EngineConfig) -> frozenset[Part]:
+    """Return what a model and its options have of what decides which ops run."""
+    stored = spec.quantization is not None or config.quantization is not None
+    found: dict[Part, bool] = {
+        # The head and what is not quantised stay plain.
+        "plain": True,
+        "codes": stored,
+        "experts": any(isinstance(layer.feed_forward, Experts) for layer in spec.layers),
+        "tower": spec.vision is not None,
+        "adapters": bool(config.lora_modules) or config.reserve_loras,
+        "fla": config.gpu_kernels == "fla",
+    }
+    return frozenset({"any", *(part for part, has in found.items() if has)})
+
+
+def blamed(parts: Set[Part], *, fixed: bool) -> Iterator[str]:
+    """Yield what gives a prompt's row other bits in other company, and why, once each.
+
+    Args:
+        parts: of the model and its options.
+        fixed: with `batch_invariant`.
+    """
+    seen = set[str]()
+    for op in OPS.values():
+        on = op.fixed if fixed else op.on
+        if on != "nothing" and op.part in parts and op.name not in seen:
+            seen.add(op.name)
+            of = "the number of rows" if on == "rows" else "the rows beside it"
+            yield f"{op.name} ({of})"
