@@ -343,8 +343,9 @@ def attention_decode(
     # The host's lengths: under a CUDA graph, the longest that it may replay on.
     room = sums_room(batch, heads, dim, max(meta.kv_lens), FIXED_PART)
     gated = _gate(gate, q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     arguments = {
-        "out": torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        "out": out,
         **_sums(batch, room, heads, dim, q.device),
         **gated,
         "kv_lens": tables["kv_lens"],
@@ -361,7 +362,7 @@ def attention_decode(
     launch(_decode_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
     if room.slots > 1:
         _launch_merge(batch, arguments, (tables["kv_lens"],), gated)
-    return arguments["out"]
+    return out
 
 
 def attention_prefill(
@@ -388,8 +389,9 @@ def attention_prefill(
     longest = tables["block_tables"].shape[1] * kv.k.shape[1] if meta.fixed else max(meta.kv_lens)
     tiles, rows = tables[names[0]].shape[0], tile.rows * kv.k.shape[2]
     room = sums_room(tiles, rows, dim, longest, FIXED_PART)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     arguments = {
-        "out": torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        "out": out,
         **_sums(room.tiles, room, rows, dim, q.device),
         "cu_seqlens": tables["cu_seqlens"],
         "starts": tables["starts"],
@@ -407,4 +409,4 @@ def attention_prefill(
         if room.slots > 1:
             own_tables = (*some, tables["cu_seqlens"], tables["starts"])
             _launch_merge(count, own, own_tables, _gate(None, q))
-    return arguments["out"]
+    return out

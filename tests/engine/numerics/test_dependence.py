@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_what_depends_on_company_has_a_name_and_a_reason() -> None:
     ],
 )
 def test_a_model_and_its_options_say_what_is_to_blame(
-    tmp_path: Path, changes: dict[str, int], options: dict[str, str], said: list[str]
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], said: list[str]
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, replace(CheckpointSpec(vision_depth=0), **changes))
     spec, config = read_spec(checkpoint), EngineConfig(**options)
