@@ -10,8 +10,7 @@ docs/architecture.md#batch-invariance
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vlm_serve.models.parts.feed_forward import Experts
 from vlm_serve.models.spec import ModelSpec
@@ -24,97 +23,65 @@ Part = Literal["any", "plain", "codes", "experts", "tower", "adapters", "fla"]
 USUAL: frozenset[Part] = frozenset({"any", "plain"})
 
 
-@dataclass(frozen=True, slots=True)
-class Dependence:
+class Dependence(NamedTuple):
     """What a prompt's row depends on in an op.
 
     Attributes:
         on: by default.
         why: what it does, as far as that decides.
-        fixed: with `batch_invariant`.
         part: what a model or its options must have for it to run.
         name: for people; "" where nothing depends on company.
+        fixed: with `batch_invariant`.
     """
 
     on: On
     why: str
-    fixed: On = "nothing"
     part: Part = "any"
     name: str = ""
+    fixed: On = "nothing"
 
 
-_ROW = Dependence("nothing", "a program computes a row, or several apart")
-_ANSWERS = Dependence("nothing", "computes rows of answers alone")
-_COPY = Dependence("nothing", "copies")
-OPS: Mapping[str, Dependence] = {
-    "torch products": Dependence(
-        "rows",
-        "up to 8 rows by `few_rows`, more by a library that chooses by their number",
-        part="plain",
-        name="products with plain weights",
-    ),
-    "linear.few_rows_triton:few_rows": Dependence(
-        "rows", "up to 8 rows, in one order", part="plain", name="products with plain weights"
-    ),
-    "linear.codes_triton:product": Dependence(
-        "rows",
-        "tiles of 16, 32 or 64 rows",
-        part="codes",
-        name="products with quantised weights",
-    ),
-    "linear.few_codes_triton:few_codes": Dependence(
-        "rows", "up to 8 rows, in one order", part="codes", name="products with quantised weights"
-    ),
+_PLAIN = "products with plain weights"
+_CODES = "products with quantised weights"
+_UNSHOWN = "all sequences of a step in one call; nobody has shown that their bits are their own"
+_TOWER = "products of all patches of a step, and torch's attention of pictures without a graph"
+_BY_NUMBER: Mapping[str, Dependence] = {
+    "torch products": Dependence("rows", "a library chooses by their number", "plain", _PLAIN),
+    "linear.few_rows_triton:few_rows": Dependence("rows", "up to 8, in one order", "plain", _PLAIN),
+    "linear.codes_triton:product": Dependence("rows", "tiles of 16, 32 or 64", "codes", _CODES),
+    "linear.few_codes_triton:few_codes": Dependence("rows", "up to 8", "codes", _CODES),
     "moe.triton:routed_experts": Dependence(
-        "rows", "tiles by the number of pairs", part="experts", name="routed experts"
+        "rows", "tiles by the number of pairs", "experts", "routed experts"
     ),
-    "moe.triton:route": _ROW,
-    "segment_attention.triton:segment_attention": Dependence(
-        "nothing", "a patch reads the keys of its own picture, in their order", part="tower"
-    ),
-    "torch tower": Dependence(
-        "rows",
-        "products of all patches of a step, and torch's attention of pictures without a graph",
-        part="tower",
-        name="the vision tower",
-    ),
-    "linear.low_rank_triton:reduced": Dependence(
-        "nothing", "a program's rows have one tile", part="adapters"
-    ),
-    "linear.low_rank_triton:extended": Dependence(
-        "nothing", "factors have one tile; their base is a product", part="adapters"
-    ),
-    "gated_delta.triton:chunk_gated_delta": Dependence(
-        "nothing", "chunks end at absolute positions, and a sequence's are computed in their order"
-    ),
+    "torch tower": Dependence("rows", _TOWER, "tower", "the vision tower"),
     "gated_delta.fla:chunk_gated_delta": Dependence(
-        "neighbours",
-        "all sequences of a step in one call; nobody has shown that their bits are their own",
-        part="fla",
-        fixed="neighbours",
-        name="chunk_gated_delta by fla",
+        "neighbours", _UNSHOWN, "fla", "chunk_gated_delta by fla", "neighbours"
     ),
-    "causal_conv.triton:causal_conv_prefill": _ROW,
-    "gated_delta.decoding_triton:gates": _ROW,
-    "norms.triton:rms_norm": _ROW,
-    "norms.triton:gated_rms_norm": _ROW,
-    "rope.triton:qk_norm_rope": _ROW,
-    "kv_write.triton:rotate_and_write": _ROW,
-    "kv_write.triton:write_kv": _ROW,
-    "elementwise.triton:silu_times": _ROW,
-    "elementwise.triton:times_sigmoid": _ROW,
-    "paged_attention.triton:attention_prefill": Dependence(
-        "nothing", "parts of 2 048 keys at absolute positions, merged in their order"
+}
+_BY_NOTHING = {
+    "a program computes a row, or several apart": """moe.triton:route norms.triton:rms_norm
+        norms.triton:gated_rms_norm rope.triton:qk_norm_rope kv_write.triton:rotate_and_write
+        kv_write.triton:write_kv elementwise.triton:silu_times elementwise.triton:times_sigmoid
+        causal_conv.triton:causal_conv_prefill gated_delta.decoding_triton:gates""",
+    "parts of 2 048 keys at absolute positions, merged in their order": (
+        "paged_attention.triton:attention_prefill"
     ),
-    "paged_attention.triton:attention_decode": _ANSWERS,
-    "gated_delta.decoding_triton:mix_decode": _ANSWERS,
-    "gated_delta.triton:recurrent_gated_delta": _ANSWERS,
-    "gated_delta.triton:verify_gated_delta": _ANSWERS,
-    "gated_delta.triton:fold_gated_delta": _ANSWERS,
-    "causal_conv.triton:causal_conv_decode": _ANSWERS,
-    "causal_conv.triton:causal_conv_verify": _ANSWERS,
-    "kv_write.triton:copy_kv_rows": _COPY,
-    "state_copy.triton:copy_runs": _COPY,
+    "a patch reads the keys of its own picture, in their order": (
+        "segment_attention.triton:segment_attention"
+    ),
+    "chunks end at absolute positions, and a sequence's are computed in their order": (
+        "gated_delta.triton:chunk_gated_delta"
+    ),
+    "factors have one tile; their base is a product": """linear.low_rank_triton:reduced
+        linear.low_rank_triton:extended""",
+    "copies": "kv_write.triton:copy_kv_rows state_copy.triton:copy_runs",
+    "computes rows of answers alone": """paged_attention.triton:attention_decode
+        gated_delta.decoding_triton:mix_decode gated_delta.triton:recurrent_gated_delta
+        gated_delta.triton:verify_gated_delta gated_delta.triton:fold_gated_delta
+        causal_conv.triton:causal_conv_decode causal_conv.triton:causal_conv_verify""",
+}
+OPS: Mapping[str, Dependence] = _BY_NUMBER | {
+    op: Dependence("nothing", why) for why, ops in _BY_NOTHING.items() for op in ops.split()
 }
 """By the implementation's module in `kernels/` and its function; torch's by what they compute."""
 
