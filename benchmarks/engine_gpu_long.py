@@ -13,7 +13,6 @@ model.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -23,35 +22,12 @@ from pathlib import Path
 import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import torch
 from checkpoint_spec import CheckpointSpec
-from engine_gpu import QWEN_4B
+from engine_gpu import QWEN_4B, VOCABULARY, with_vocabulary
 from make_checkpoint import make_checkpoint
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 
-VOCABULARY = 248_320
 TINY = CheckpointSpec(vision_depth=0, tied_embeddings=True, dtype="bfloat16")
-
-
-def with_vocabulary(checkpoint: Path, entries: int) -> Path:
-    """Give a checkpoint with tied embeddings that many of them; its tokenizer stays as it is."""
-    path = checkpoint / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config", {})):
-        if "vocab_size" in part:
-            part["vocab_size"] = entries
-    path.write_text(json.dumps(config), encoding="utf-8")
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            name = next((key for key in opened.keys() if "embed_tokens" in key), None)  # noqa: SIM118
-        if name is not None:
-            tensors = load_file(file)
-            old = tensors[name]
-            times = -(-entries // len(old))
-            tensors[name] = old.repeat(times, 1)[:entries].contiguous()
-            save_file(tensors, file, metadata={"format": "pt"})
-    return checkpoint
 
 
 def measure(

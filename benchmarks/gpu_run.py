@@ -111,6 +111,12 @@ def boxes(out: Path) -> list[Box]:
             (_script("gpu_server.py"),),
             (_script("gpu_server.py", *on_cpu, "--requests", "8"),),
         ),
+        Box(
+            "ahead",
+            120,
+            (_script("gpu_ahead.py"),),
+            (_script("gpu_ahead.py", *on_cpu, "--sequences", "1", "4", "--tokens", "8"),),
+        ),
         Box("memory", 90, (_script("gpu_memory.py"),)),
         Box("demo", 90, ((PYTHON, evaluate, "demo", *demo), (PYTHON, evaluate, "demo-moe", *demo))),
         Box("kernels", 100, (_script("kernels_gpu.py"),)),
@@ -119,7 +125,7 @@ def boxes(out: Path) -> list[Box]:
             120,
             (_script("gpu_tune.py", "--table", str(out.resolve()), "--out", str(tuned)),),
         ),
-        Box("engine", 200, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
+        Box("engine", 220, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
         Box(
             "long",
             150,

@@ -64,6 +64,9 @@ class AnswerEnds:
         self._ledger.rows.change(lease.row, RowState.LIVE, RowState.RESERVED)
         lease.row = -1
         if position > lease.length:
+            twice = lease.reserved.get(position)  # of a step that was planned ahead
+            if twice is not None:
+                self._ledger.rows.change(twice.row, RowState.RESERVED, RowState.FREE)
             lease.reserved[position] = snapshot
             return
         self.drop_trailing(lease)

@@ -333,6 +333,12 @@ class PrefixCache:
             lease.copies = ((lease.tail.block.id, lease.blocks[first], rows),)
         return True
 
+    def take_moved(self, lease: Lease) -> int:
+        """Return the first entry of a lease's blocks that has been replaced since the last call, or
+        their number if none has."""
+        first, lease.moved = lease.moved, None
+        return len(lease.blocks) if first is None else first
+
     def shrink(self, lease: Lease, num_tokens: int) -> None:
         """Return the blocks beyond `num_tokens` tokens, after drafts were rejected."""
         assert lease.state is LeaseState.OPEN and num_tokens >= lease.length
@@ -420,6 +426,17 @@ class PrefixCache:
         lease.prefilled = min(length, exact_until)
         lease.copies = ()
         lease.src_row = lease.row
+
+    def advance(self, lease: Lease, keys: PromptKeys, length: int) -> bool:
+        """Commit one decoded token of a lease, if that publishes nothing: no cut point lies at
+        `length`. Return False, without any change, if `commit` has to."""
+        cuts = keys.cuts
+        if lease.reserved or (cuts and cuts[-1] > lease.length) or lease.hit is not None:
+            return False
+        if not lease.committed or length != lease.length + 1 or not length % self.config.block_size:
+            return False
+        lease.length, lease.expert_rows = length, None
+        return True
 
     def abandon(self, lease: Lease) -> None:
         """Return the lease's reserved rows after a failed step; nothing of the step is
@@ -574,6 +591,11 @@ class PrefixCache:
     def free_block_count(self) -> int:
         """Number of empty blocks."""
         return self.ledger.blocks.num_free
+
+    @property
+    def free_row_count(self) -> int:
+        """Number of state rows that hold nothing."""
+        return self.ledger.rows.num_free
 
     @property
     def available_block_count(self) -> int:

@@ -94,6 +94,7 @@ class Publisher:
         written = blocks[lease.blocks[index]]
         if written is not node.block:
             lease.blocks[index] = node.block.id
+            lease.moved = index if lease.moved is None else min(lease.moved, index)
             lease.exact = lease.exact and node.exact
         lease.num_shared = index + 1
         self._ledger.let_go(written)

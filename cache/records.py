@@ -293,6 +293,8 @@ class Lease:
         copies: (source block, destination block, rows) to copy before the first step.
         committed: a step has succeeded since the lease was opened.
         private: nothing that it computes is ever published.
+        moved: first entry of `blocks` that has been replaced since `PrefixCache.take_moved`:
+            somebody else has published a block with the same tokens; None if none has.
         answered: number of tokens between the last block boundary and `boundary` that the model
             generated.
     """
@@ -308,6 +310,7 @@ class Lease:
     copies: tuple[tuple[int, int, int], ...] = ()
     committed: bool = False
     private: bool = False
+    moved: int | None = None
     answered: int = 0
     state: LeaseState = LeaseState.OPEN
     # The cache's own:

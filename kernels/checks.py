@@ -166,12 +166,16 @@ def check_block_tables(
         return
     if len(meta.block_tables) != len(kv_lens):
         raise KernelArgumentError("meta.block_tables", f"expected {len(kv_lens)} sequences")
+    whole = meta.table if isinstance(meta, DecodeMeta) else None
+    if whole is not None and not 0 <= whole.min() <= whole.max() < num_blocks:
+        raise KernelArgumentError("meta.block_tables", f"block outside 0..{num_blocks - 1}")
     for table, length in zip(meta.block_tables, kv_lens, strict=True):
         if length > len(table) * block_size:
             raise KernelArgumentError(
                 "meta.block_tables", f"{len(table)} blocks of {block_size} for {length} keys"
             )
-        if table and not 0 <= min(table) <= max(table) < num_blocks:
+        known = whole is not None or not table
+        if not known and not 0 <= min(table) <= max(table) < num_blocks:
             raise KernelArgumentError("meta.block_tables", f"block outside 0..{num_blocks - 1}")
     meta.checked.add(key)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -39,6 +41,7 @@ class DecodeMeta(StepMeta):
         src_rows: state row read by each sequence; -1 means zero state.
         dst_rows: state row written; may equal the source.
         snapshot_rows: second state row to receive the new state, -1 for none.
+        table: int32 `[B, W]`, the block tables as one array, if there is one; 0 behind their ends.
     """
 
     block_tables: tuple[Sequence[int], ...]
@@ -46,6 +49,7 @@ class DecodeMeta(StepMeta):
     src_rows: tuple[int, ...]
     dst_rows: tuple[int, ...]
     snapshot_rows: tuple[int, ...]
+    table: npt.NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.kv_lens)

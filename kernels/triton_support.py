@@ -94,17 +94,19 @@ _recording: ContextVar[list[Launch] | None] = ContextVar("triton launches", defa
 
 
 def current_target() -> Target:
-    """Return the target of launches: that of an enclosing `record_launches`, or the device's."""
-    return _target.get() or _device_target()
+    """Return the target of launches: that of an enclosing `record_launches`, or that of the device
+    that is current. Engines of one process may have unlike GPUs."""
+    return _target.get() or _device_target(-1 if _interprets() else torch.cuda.current_device())
 
 
 @cache
-def _device_target() -> Target:
-    if interpreted():
+def _device_target(index: int) -> Target:
+    """Return the target of a GPU; -1 is the interpreter."""
+    if index < 0:
         return Target("interpreter", 0)
     if torch.version.hip is not None:
-        return Target("hip", torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
-    major, minor = torch.cuda.get_device_capability()
+        return Target("hip", torch.cuda.get_device_properties(index).gcnArchName.split(":")[0])
+    major, minor = torch.cuda.get_device_capability(index)
     return Target("cuda", 10 * major + minor)
 
 
@@ -118,6 +120,10 @@ def needs_other_form(op: str, target: Target) -> bool:
 def interpreted() -> bool:
     """Return True if Triton interprets kernels, as decided when Triton is first imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+_interprets = cache(interpreted)
+"""`interpreted` as it was at the first launch, which asks for every tile."""
 
 
 def keep_private() -> None:

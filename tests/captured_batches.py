@@ -45,6 +45,7 @@ def plain_batch(batch: ForwardBatch, block_size: int) -> ForwardBatch | None:
         prefill=prefill if prompt else None,
         media=(),
         logit_rows=wanted,
+        deterministic=batch.deterministic,
     )
 
 
@@ -66,6 +67,7 @@ def _with_drafts(batch: ForwardBatch, verify: VerifyMeta, block_size: int) -> Fo
         media=(),
         logit_rows=torch.arange(len(packed)),
         verify=drafts if len(drafts) else None,
+        deterministic=batch.deterministic,
     )
 
 

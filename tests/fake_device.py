@@ -3,18 +3,20 @@
 Work queues up in streams. It runs when somebody waits for it, and not before; a stream's work runs
 in its order, and two streams have no order but that of the events between them. Memory that a copy
 reads is therefore read as late as a GPU may read it. `FakeTorch` gives a module the functions of
-`torch.cuda` that lead here, so that the module's own calls are what is tested.
+`torch.cuda` that lead here, so that the module's own calls are what is tested. Graphs and the
+device's own memory: `fake_graphs`.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from fake_graphs import Eager, Graph, Memory, logging
 
 Work = Callable[[], None]
 
@@ -103,13 +105,20 @@ class FakeDevice:
         streams: all of them; the first one is the default stream.
         working: True within a piece of work, where nothing waits.
         longest: most pieces of work that were queued at one time, events left out.
+        replays: graphs that have run.
+        captures: all captures, as they were asked for.
+        capturing: the one in progress.
+        memory: of what is computed here.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.streams: list[Stream] = []
         self.current = Stream(self)
         self.working = False
-        self.longest = 0
+        self.longest = self.replays = 0
+        self.captures: list[Capture] = []
+        self.capturing: Capture | None = None
+        self.memory = Memory()
         self._queued = 0
         self._rng = random.Random(seed)
 
@@ -126,6 +135,19 @@ class FakeDevice:
         self._queued += 1
         self.longest = max(self.longest, self._queued)
         self.current.queued.append(run)
+
+    def replay(self, work: Work) -> None:
+        """Queue a graph's log."""
+
+        def run() -> None:
+            self.replays += 1
+            work()
+
+        self.queue(run)
+
+    def in_memory(self) -> Eager:
+        """Return a mode in which results lie in the device's memory."""
+        return Eager(self.memory)
 
     def synchronize(self, device: object = None) -> None:
         """Run all that is queued in any stream."""
@@ -193,12 +215,59 @@ def _copy(target: torch.Tensor, source: Pinned, non_blocking: bool = False) -> t
     return target
 
 
-class FakeTorch:
-    """In place of a module's `torch`: its `torch.cuda` and its pinned memory are the device's."""
+class Capture:
+    """A capture, with the arguments of `torch.cuda.graph`.
 
-    def __init__(self, device: FakeDevice) -> None:
-        self.cuda = FakeCuda(device)
-        self._device = device
+    Args:
+        cuda: where it takes place.
+        graph: gets the log.
+        pool: memory of the results; None: the graph's own.
+        stream: that is captured; None: that of the process's first capture, whichever its device.
+        capture_error_mode: see torch.
+    """
+
+    def __init__(
+        self,
+        cuda: FakeCuda,
+        graph: Graph,
+        pool: Memory | None = None,
+        stream: Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> None:
+        self.graph, self.pool, self.errors = graph, pool, capture_error_mode
+        self.stream = stream or cuda.capture_stream()
+        self._left = ExitStack()
+
+    def __enter__(self) -> None:
+        device = self.stream.device
+        assert device.capturing is None, "one capture at a time"
+        device.synchronize()
+        device.captures.append(self)
+        with ExitStack() as entered:
+            entered.enter_context(device.using(self.stream))
+            entered.enter_context(logging(self.graph, self.pool or Memory(), device.memory))
+            device.capturing = self
+            entered.callback(setattr, device, "capturing", None)
+            self._left = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._left.__exit__(*error)
+
+
+_Stream = Stream
+Place = torch.device | FakeDevice
+"""How callers name a device."""
+
+
+class FakeTorch:
+    """In place of a module's `torch`: its `torch.cuda` and its pinned memory are the devices'.
+
+    Args:
+        devices: "cuda:0" and so on; the first one is the current one.
+    """
+
+    def __init__(self, *devices: FakeDevice) -> None:
+        self.cuda = FakeCuda(devices)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -207,24 +276,57 @@ class FakeTorch:
         if not pin_memory:
             return torch.empty(size, **options)
         assert options == {"dtype": torch.uint8}
-        return self._device.pinned(size)
+        return self.cuda.device.pinned(size)
 
 
 class FakeCuda:
-    """What `torch.cuda` has for streams and events."""
+    """What `torch.cuda` has for streams, events and graphs.
 
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-        self.stream, self.synchronize = device.using, device.synchronize
+    Attributes:
+        device: the current one.
+    """
 
-    def Stream(self) -> Stream:
-        return Stream(self._device)
+    def __init__(self, devices: Sequence[FakeDevice]) -> None:
+        self.device, self._devices = devices[0], devices
+        self._first: Stream | None = None
+
+    def Stream(self, device: Place | None = None) -> Stream:
+        return Stream(self._of(device))
 
     def Event(self) -> Event:
-        return Event(self._device)
+        return Event(self.device)
 
-    def current_stream(self) -> Any:
-        return self._device.current
+    def CUDAGraph(self) -> Graph:
+        return Graph(lambda work: self.device.replay(work))
 
-    def graph_pool_handle(self) -> None:
-        return None
+    def graph(self, *arguments: Any, **options: Any) -> Capture:
+        return Capture(self, *arguments, **options)
+
+    def graph_pool_handle(self) -> Memory:
+        return Memory()
+
+    def synchronize(self, device: Place | None = None) -> None:
+        self._of(device).synchronize()
+
+    def current_stream(self, device: Place | None = None) -> _Stream:
+        return self._of(device).current
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        """Queue work in a stream inside the block, whose device is the current one then."""
+        before, self.device = self.device, stream.device
+        try:
+            with stream.device.using(stream):
+                yield
+        finally:
+            self.device = before
+
+    def capture_stream(self) -> _Stream:
+        """Return the stream of captures that name none: one a process."""
+        self._first = self._first or Stream(self.device)
+        return self._first
+
+    def _of(self, device: Place | None) -> FakeDevice:
+        if isinstance(device, FakeDevice):  # as a stream names it
+            return device
+        return self.device if device is None else self._devices[device.index or 0]

@@ -141,6 +141,7 @@ class FakeEngine:
         self.mirror = TreeMirror(CacheEvents())
         self.step_times = StepTimes()
         self.alive = True
+        self.degraded: str | None = None
         self.last_step_time = time.monotonic()
         self.requests: dict[str, FakeRequest] = {}
         self.num_submitted = 0
@@ -238,6 +239,7 @@ class FakeEngine:
             "num_preemptions": 2,
             "num_unsound": 0,
             "num_steps": 5,
+            "steps_ahead": {"extended": 4, "ahead": 3, "refusals": {"prompt": 1}},
             "adapters": {
                 "tuned": {
                     "requests": 2,

@@ -1,8 +1,10 @@
 """Launches of a captured step, counted without a GPU, layer by layer.
 
 A step's time on a GPU is at least that of its launches. Triton's are recorded. Of torch's
-operations all count that would launch something: not views, and no memory that is only allocated.
-cuBLAS may take two launches for a product, which nobody sees here.
+operations all count that would launch something: those whose results share no argument's memory, or
+that write some, but not memory that is only allocated. By their schema `.to()`, `.contiguous()` and
+`reshape` are views, and so the same is asked of them: a conversion is a launch. cuBLAS may take two
+launches for a product, which nobody sees here.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from queued_device import QueuedDevice
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vlm_serve.engine.steps.adapter_table import AdapterTable, SlotSizes
-from vlm_serve.engine.steps.step_buffers import StepBuffers
-from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize
-from vlm_serve.engine.steps.step_tables import HostRing
+from vlm_serve.engine.steps.step_graphs import StepGraphs, StepLimits
+from vlm_serve.engine.steps.step_sizes import StepSize
+from vlm_serve.engine.steps.step_tables import Step
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model
-from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.parts.attention import LoadedAttention
 from vlm_serve.models.parts.feed_forward import LoadedExperts, LoadedMlp
@@ -57,18 +58,36 @@ class Launches:
         return Launches(self.triton - other.triton, self.torch - other.torch)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operations that launch something."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations that launch something.
+
+    Attributes:
+        counts: launches by name.
+        hidden: those among them that are views by their schema.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
+        self.hidden: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if not func.is_view and name not in NO_LAUNCH:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+        if name in NO_LAUNCH or not (func._schema.is_mutable or _is_new(result, (args, kwargs))):
+            return result
+        self.counts[name] += 1
+        self.hidden[name] += func.is_view
+        return result
+
+
+def _is_new(result: Any, arguments: Any) -> bool:
+    """Return True if a result has memory that no argument has."""
+    known, made = (
+        {each.untyped_storage()._cdata for each in tree_leaves(values) if torch.is_tensor(each)}
+        for values in (arguments, result)
+    )
+    return not made <= known
 
 
 def count(
@@ -84,20 +103,58 @@ def count(
         decodes: sequences of a decode step.
         adapters: count a decode step of the set with adapters.
     """
-    caches = _pools(model, decodes)
-    batch = _captured(caches, kind, decodes, model if adapters else None)
-    found: dict[str, list[Launches]] = {}
-    with record_launches(Target("cuda", 90)) as recorded:
-        model.forward(batch, caches)  # what belongs to the weights is derived once
-        with _Operations() as operations, ExitStack() as patches:
+    caches, table = _pools(model, decodes), None
+    device = _Counting()
+    if adapters:
+        sizes = SlotSizes.of(model.modules, slots=8, max_rank=64)
+        table = AdapterTable(sizes, device, caches.device)
+    size = {
+        "decode": StepSize(decodes),
+        "drafts": StepSize(0, 1, DRAFTED),
+        "prefill": StepSize(2, prompts=2, tokens=64),
+    }[kind]
+    limits: StepLimits = {"block_size": BLOCK, "max_model_len": LONGEST, "device": device}
+    with record_launches(Target("cuda", 90)) as device.recorded:
+        StepGraphs(model, caches, (size,), **limits, adapters=table)
+    return {name: launches for name, launches in device.found.items() if launches}
+
+
+class _Counting:
+    """A device that counts what the last capture launches, and runs no step.
+
+    Attributes:
+        recorded: launches of Triton.
+        found: what `count` returns.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: list[Launch] = []
+        self.found: dict[str, list[Launches]] = {}
+
+    def warm_up(self, step: Step) -> None:
+        step()
+
+    def capture(self, step: Step) -> Step:
+        step()  # what belongs to the weights is derived once
+        self.found = {}
+        with Operations() as operations, ExitStack() as patches:
             for name, part in PARTS.items():
-                own = found.setdefault(name, [])
                 inner: Any = part.__dict__["apply"]
-                counted = _counted(inner, own, recorded, operations)
+                own = self.found.setdefault(name, [])
+                counted = _counted(inner, own, self.recorded, operations)
                 patches.enter_context(patch.object(part, "apply", counted))
-            with _difference(found.setdefault("step", []), recorded, operations):
-                model.forward(batch, caches)
-    return {name: launches for name, launches in found.items() if launches}
+            with _difference(self.found.setdefault("step", []), self.recorded, operations):
+                step()
+        return step
+
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
+        return lambda: None
 
 
 def _pools(model: Model, decodes: int) -> CacheTensors:
@@ -111,28 +168,11 @@ def _pools(model: Model, decodes: int) -> CacheTensors:
     return layout.allocate(8, decodes + 4, BLOCK, types, model.device, num_updates=DRAFTED)
 
 
-def _captured(
-    caches: CacheTensors, kind: Kind, decodes: int, changed: Model | None
-) -> ForwardBatch:
-    limits = SequenceLimits(BLOCK, LONGEST // BLOCK, max(caches.num_rows - 1, 0))
-    device = QueuedDevice()
-    ring, table = HostRing(device), None
-    if changed is not None:
-        sizes = SlotSizes.of(changed.modules, slots=8, max_rank=64)
-        table = AdapterTable(sizes, device, caches.device)
-    size = {
-        "decode": StepSize(decodes),
-        "drafts": StepSize(0, 1, DRAFTED),
-        "prefill": StepSize(2, prompts=2, tokens=64),
-    }[kind]
-    return StepBuffers(size, limits, ring, caches.device, adapters=table).batch
-
-
 def _counted(
     inner: Callable[..., Any],
     own: list[Launches],
     recorded: list[Launch],
-    operations: _Operations,
+    operations: Operations,
 ) -> Callable[..., Any]:
     def apply(*args: Any, **kwargs: Any) -> Any:
         with _difference(own, recorded, operations):
@@ -143,7 +183,7 @@ def _counted(
 
 @contextmanager
 def _difference(
-    own: list[Launches], recorded: list[Launch], operations: _Operations
+    own: list[Launches], recorded: list[Launch], operations: Operations
 ) -> Iterator[None]:
     """Append what the block launches."""
     before = Launches(_names(recorded), Counter(operations.counts))

@@ -14,11 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_batches import plain_batch
-from fake_device import FakeDevice, FakeTorch
+from fake_device import Event, FakeDevice, FakeTorch, Pinned
 from step_graphs import with_graphs, with_kernels
+from triton_case import kernels
 
 from vlm_serve.cache.tiers.entry import Entry
-from vlm_serve.engine.requests.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import DecodeRows, Slice, StepOutput, StepPlan
 from vlm_serve.engine.start import build as building
 from vlm_serve.engine.steps import step_tables
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
@@ -35,61 +36,98 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_FIRST = torch.device("cpu")
+"""Where the engine's tensors are. It is the name of the only fake device."""
+
+
 class QueuedDevice(CudaGraphs):
-    """The real `CudaGraphs` over a fake device. A captured step is repeated by calling its function
-    again, which reads the fixed tables; memory, copies and waits are those of `CudaGraphs`.
+    """The real `CudaGraphs` over a fake device, whose captures are logged and whose replays run the
+    log. `torch.cuda` is the device's where `CudaGraphs` asks for it.
 
     Args:
         seed: see `FakeDevice`.
 
     Attributes:
         device: the device.
-        calls: captured steps that have run.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.device = FakeDevice(seed)
-        self.calls = 0
+        self._torch = FakeTorch(self.device)
         with self._used():
-            super().__init__()
+            super().__init__(_FIRST)
+
+    @property
+    def calls(self) -> int:
+        """Captured steps that have run."""
+        return self.device.replays
 
     def warm_up(self, step: Step) -> None:
         with self._used():
-            super().warm_up(partial(self.device.queue, partial(self.compute, step)))
+            super().warm_up(partial(self._asked, step))
         self.device.synchronize()
 
     def capture(self, step: Step) -> Step:
-        def again() -> None:
-            self.calls += 1
-            self.compute(step)
-
-        self.warm_up(step)
-        return partial(self.device.queue, again)
+        # The interpreter computes every size once.
+        fewer = patch.object(step_tables, "_WARM_UP", min(1, step_tables._WARM_UP))
+        with self._used(), fewer:
+            replay = super().capture(partial(self._asked, step))
+        made: Any = self.device.captures[-1]
+        assert made.stream is self._stream
+        assert made.pool is self._pool, "graphs share their memory"
+        assert made.errors == "thread_local", "another engine may allocate meanwhile"
+        return replay
 
     def compute(self, step: Step) -> None:
-        """Call a step's function on Triton's kernels, in their interpreter."""
-        with_kernels(step)
+        """Call a step's function on Triton's kernels: in their interpreter, or to be logged."""
+        if self.device.capturing is not None:
+            with kernels():
+                step()
+            return
+        with self.device.in_memory():
+            with_kernels(step)
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         with self._used():
-            return super().host_memory(num_bytes)
+            memory = super().host_memory(num_bytes)
+        assert isinstance(memory, Pinned), "a copy out of other memory is waited for"
+        return memory
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
         with self._used():
             return super().send(target, source)
 
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        def moved() -> None:
+            with torch.inference_mode():
+                CudaGraphs.move(self, target, source)
+
+        self.device.queue(moved)
+
     def synchronize(self) -> None:
         """Run all that is queued."""
         self.device.synchronize()
 
+    def _asked(self, step: Step) -> None:
+        """Ask the device for a step: it is part of a capture, or of what is queued."""
+        if self.device.capturing is not None:
+            self.compute(step)
+        elif self.device.working:
+            step()
+        else:
+            current: Any = self.device.current
+            assert current is self._stream, "warm-ups run where captures do"
+            self.device.queue(partial(self.compute, step))
+
     @contextmanager
     def _used(self) -> Iterator[None]:
-        with patch.object(step_tables, "torch", FakeTorch(self.device)):
+        with patch.object(step_tables, "torch", self._torch):
             yield
 
 
 class TorchDevice(QueuedDevice):
-    """The same, with torch's ops in place of Triton's interpreter, see `captured_batches`.
+    """The same, with torch's ops in place of Triton's interpreter, see `captured_batches`. They
+    take values from the host, so that a capture logs the step as one launch.
 
     Args:
         model: computes captured steps.
@@ -103,6 +141,13 @@ class TorchDevice(QueuedDevice):
         self._forward = model.forward
 
     def compute(self, step: Step) -> None:
+        capture = self.device.capturing
+        if capture is not None:
+            capture.graph.log.append(partial(self._by_ops, step))
+        else:
+            self._by_ops(step)
+
+    def _by_ops(self, step: Step) -> None:
         with patch.object(self._model, "forward", self._of_tables):
             step()
 
@@ -157,12 +202,16 @@ class QueuedExecutor(LocalExecutor):
             vars(tower)["run"] = self._awaited(tower.run)
         self.pages = QueuedTransfer(caches, device)
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def submit(self, plan: StepPlan) -> None:
         # The device has no kernel for folds that queues.
         if plan.folds or plan.partial_folds:
             self.device.synchronize()
-        output = super().run(plan)
-        return replace(output, awaited=not self.device.current.queued)
+        super().submit(plan)
+
+    def collect(self) -> StepOutput:
+        output = super().collect()
+        read = output.sampled or output.tokens
+        return replace(output, awaited=bool(read) or not self.device.current.queued)
 
     def embedding(self, slot: int) -> torch.Tensor | None:
         self.device.synchronize()
@@ -198,10 +247,11 @@ class QueuedExecutor(LocalExecutor):
             self.device.synchronize()
             return self._model.forward(batch, self._caches)
         own = _sent(batch)
+        device = self._caches.device
         logits = torch.full((len(batch.logit_rows), self._model.columns), float("nan"))
 
         def forward() -> None:
-            logits.copy_(self._model.forward(own, self._caches).logits)
+            logits.copy_(self._model.forward(own.to(device), self._caches).logits)
 
         self._queue(forward)
         return ForwardOutput(logits)
@@ -214,6 +264,23 @@ class QueuedExecutor(LocalExecutor):
         if rows or len(output.logits) or output.experts is not None or self._mtp is not None:
             self.device.synchronize()
         return super()._output(plan, output, packed, rows)
+
+    def _compute_rows(self, rows: DecodeRows) -> Any:
+        computed = super()._compute_rows(rows)
+        if not self.steps_ahead:
+            self.device.synchronize()
+        return computed
+
+    def _later(self, work: Callable[[], R]) -> Callable[[], R]:
+        done, event = list[R](), Event(self.device)
+        self._queue(lambda: done.append(work()))
+        event.record()
+
+        def wait() -> R:
+            event.synchronize()
+            return done[0]
+
+        return wait
 
     def _awaited(self, run: Callable[P, R]) -> Callable[P, R]:
         def awaited(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -263,7 +330,7 @@ def running(graphs: StepGraphs) -> Callable[..., ForwardOutput]:
 
 def with_queue(monkeypatch: pytest.MonkeyPatch, device: QueuedDevice) -> None:
     """Has engines run captured steps and all others on this device."""
-    with_graphs(monkeypatch, lambda: device)
+    with_graphs(monkeypatch, lambda place: device)
     monkeypatch.setattr(building, "LocalExecutor", partial(QueuedExecutor, device=device.device))
 
 

@@ -75,6 +75,7 @@ class Simulation:
         exact_only: prompts come from prefill alone and answers from decode steps.
         left_out: names of features that the engine lacks.
         permuted: features that commute come in another order.
+        ahead: steps are planned and run before the results of the ones before are committed.
     """
 
     def __init__(
@@ -88,7 +89,10 @@ class Simulation:
         exact_only: bool = False,
         left_out: Collection[str] = (),
         permuted: bool = False,
+        ahead: bool = False,
     ) -> None:
+        self._ahead = ahead
+        self._under_way: tuple[StepPlan, StepOutput | StepError] | None = None
         self._seed, self._left_out, self._permuted = seed, left_out, permuted
         self._replays = random.Random(f"replays {seed}") if replays else None
         self.rng = random.Random(seed)
@@ -139,7 +143,9 @@ class Simulation:
         self.drafter = Guesser(seed) if speculative else None
         most = self.drafter.most if self.drafter is not None else 0
         mode = self._ends.choice(ENDING_MODES)
-        self.config = replace(self.config, speculative_tokens=most, answer_ends=mode)
+        self.config = replace(
+            self.config, speculative_tokens=most, answer_ends=mode, extends_steps=ahead
+        )
         if exact_only:
             self.config = replace(self.config, answer_ends="off", decode_state_interval=0)
         self.media = MediaPlanner(embeddings, EMBEDDING_BYTES, self.tiers.embeddings)
@@ -303,6 +309,10 @@ class Simulation:
 
     def _step(self) -> None:
         self._committed = False
+        if self._under_way is not None:
+            self.counts["steps"] += 1
+            self._finish(*self._under_way)
+            return
         self.executor.fail_next = self.rng.random() < self._failure_rate
         self.tiers.step()
         self.turns.step()
@@ -318,13 +328,42 @@ class Simulation:
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         self.counts["overtaken"] += self._overtaken(plan)
         self.counts["steps"] += 1
+        self._finish(plan, self._result(plan, {}))
+
+    def _result(self, plan: StepPlan, before: dict[int, int]) -> StepOutput | StepError:
+        """Run a plan; return its output, or its failure.
+
+        Args:
+            plan: with rows whose tokens only the device knows, if it is ahead.
+            before: these, by sequence.
+        """
+        if plan.rows is not None:
+            self.counts["rows"] += len(plan.rows)
+            plan = StepPlan(plan.rows.slices(self.block_size, before))
         try:
-            output = self._run(plan)
+            return self._run(plan)
         except StepError as error:
-            assert isinstance(error.cause, InjectedFailure)
+            return error
+
+    def _finish(self, plan: StepPlan, result: StepOutput | StepError) -> None:
+        """Run the step ahead of this one, if there is one; then commit this one."""
+        self._under_way = None
+        ahead = self.scheduler.plan_ahead(plan) if self._ahead else None
+        if isinstance(result, StepError):
+            assert isinstance(result.cause, InjectedFailure)
             self.counts["failures"] += 1
-            self._deliver(self.scheduler.fail(plan, error))
+            self.counts["void steps"] += ahead is not None
+            self._deliver(self.scheduler.fail(plan, result))
         else:
+            output = result
+            if ahead is not None:
+                self.counts["planned ahead"] += 1
+                self.executor.fail_next = self.rng.random() < self._failure_rate
+                sampled = {number: each[0].token_id for number, each in output.sampled.items()}
+                self._under_way = ahead, self._result(ahead, sampled)
+            if plan.rows is not None and self._clock.random() < 0.5:
+                tokens = [output.sampled[number][0].token_id for number in plan.rows.sequences]
+                output = replace(output, tokens=tokens)
             self.scheduler.learn(plan, output, self._clock.uniform(0.0, 0.1))
             self._deliver(self.scheduler.commit(plan, output))
             self._committed = True
@@ -402,7 +441,7 @@ class Simulation:
         for _ in range(20_000):
             self.turns.step()
             self._tenants.read_all(self.features.get(Unread), self.clients.values())
-            if not self.scheduler.has_work and not self.turns.asked:
+            if not (self.scheduler.has_work or self.turns.asked or self._under_way):
                 break
             self._step()
             self.watch.check(committed=self._committed)

@@ -84,6 +84,9 @@ class Recorder:
         step()
         return step
 
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 

@@ -1,7 +1,7 @@
 """What tests of captured steps share. The Triton kernels run in their interpreter; real graphs are
-captured by `benchmarks/engine_gpu.py` on a GPU. Instead of a graph the model's forward is called
-again on the very batch that would be captured, whose host values are no step's: whatever a step
-read from anywhere but its tensors would be wrong.
+captured by `benchmarks/engine_gpu.py` on a GPU. Instead of a graph there is a log of what the model
+asked for on the very batch that would be captured (`fake_graphs`), whose host values are no step's:
+whatever a step read from anywhere but its tensors would be wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from fake_graphs import refuse
 from model_driver import Driver, Sequence_, text_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_case import kernels
@@ -107,19 +108,12 @@ class Written:
 class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what a stream under capture cannot do: wait for a value, take one from the host."""
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "_pin_memory")
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        masks = name == "index" and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
-        )
-        if masks or name in self.REFUSED:
-            raise AssertionError(f"{func} under capture")
+        refuse(func, args)
         return func(*args, **(kwargs or {}))
 
 
-def with_graphs(monkeypatch: pytest.MonkeyPatch, device: Callable[[], object]) -> None:
+def with_graphs(monkeypatch: pytest.MonkeyPatch, device: Callable[[torch.device], object]) -> None:
     """Has engines built on the CPU as they are on a GPU, with another kind of device, and one size
     of prefills, since the interpreter takes its time."""
     monkeypatch.setattr(step_sizes, "TOKENS", (32,))

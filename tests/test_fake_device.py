@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from fake_device import Event, FakeDevice, FakeTorch, Stream
+from fake_graphs import Eager, Memory
 
 
 def test_pinned_memory_is_read_when_the_copy_runs() -> None:
@@ -83,3 +84,47 @@ def test_nobody_waits_for_an_event_that_was_not_recorded() -> None:
     event.synchronize()
     event.wait()
     assert event.query() and not seen
+
+
+def test_memory_that_is_freed_is_overwritten_and_used_at_once() -> None:
+    memory = Memory()
+    with Eager(memory):
+        assert torch.ones(0, 3)[:, 1].shape == (0,)
+        first = torch.ones(5) + 1
+        view, address = first[2:], first.data_ptr()
+        named = memory.named(view)
+        del first
+        assert view.tolist() == [2, 2, 2] and (torch.ones(5) + 1).data_ptr() != address
+        assert named is not None and named.tolist() == [2, 2, 2]
+        del view
+        assert named.isnan().all()
+        second = torch.ones(5).mul(3)
+    assert named.tolist() in ([1, 1, 1], [3, 3, 3]) and second.tolist() == [3] * 5
+
+
+def test_an_event_waits_for_what_was_queued_before_it_on_its_stream() -> None:
+    """And for what that waits for; nothing behind it runs, nor in another stream."""
+    device, done = FakeDevice(), list[str]()
+    other = Stream(device)
+
+    def queue(name: str) -> None:
+        device.queue(lambda: done.append(name))
+
+    with device.using(other):
+        queue("other")
+        before = Event(device)
+        before.record()
+        queue("behind the other")
+    queue("first")
+    before.wait()
+    queue("second")
+    event = Event(device)
+    event.record()
+    queue("third")
+    assert not event.query()
+    event.synchronize()
+    assert done == ["first", "other", "second"] and event.query()
+    event.synchronize()
+    assert len(done) == 3
+    device.synchronize()
+    assert sorted(done[3:]) == ["behind the other", "third"]

@@ -16,8 +16,10 @@ _PATIENCE_SECONDS = 120.0
 def together(engine: Engine, count: int) -> Iterator[None]:
     """Within it the engine makes no step until so many requests have been submitted. Else the first
     ones run alone for as long as the others take to come, and who shares a step, is preempted or
-    evicted with whom depends on that."""
+    evicted with whom depends on that. Of a list of prompts, no more are open at a time than twice
+    the seats."""
     submit, come = engine.submit, threading.Semaphore(0)
+    count = min(count, 2 * engine.config.max_num_seqs)
 
     def counting(*arguments: Any, **options: Any) -> str:
         name = submit(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Whether engines on two GPUs of one process capture on one stream, over a stand-in for streams.
+"""Why engines name the stream that they capture: torch's own is one a process, over a stand-in.
 
     python benchmarks/review/capture_streams.py
 

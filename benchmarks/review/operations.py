@@ -1,4 +1,4 @@
-"""Counts torch's operations that launch something on a GPU, on the device meta."""
+"""Counts torch's operations that launch something on a GPU, on the device meta, and their bytes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,26 @@ from collections import Counter
 from typing import Any
 
 import checkout  # noqa: F401
+import launch_counts
 import torch
-from launch_counts import NO_LAUNCH
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations inside the block.
+class Operations(launch_counts.Operations):
+    """Counts operations inside the block, those that copy although they are called views too.
 
     Attributes:
-        counts: launches by name.
-        hidden: those that are views by their schema, but copy: `.to()`, `.contiguous()`,
-            `reshape`. A copy is told by its result's storage, which no argument has.
         moved: bytes of arguments and results, by name.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.hidden: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in NO_LAUNCH:
-            return result
-        tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        if not func.is_view:
-            self.counts[name] += 1
-            tensors += [result] if isinstance(result, torch.Tensor) else []
+        before = self.counts.total()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.counts.total() > before:
+            tensors = [each for each in (*args, result) if isinstance(each, torch.Tensor)]
+            name = func.overloadpacket.__name__
             self.moved[name] += sum(each.numel() * each.element_size() for each in tensors)
-        elif isinstance(result, torch.Tensor) and result.device.type == "meta":
-            known = {each.untyped_storage()._cdata for each in tensors}
-            self.hidden[name] += result.untyped_storage()._cdata not in known
         return result

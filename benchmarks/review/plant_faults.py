@@ -2,7 +2,9 @@
 
     python benchmarks/review/plant_faults.py [NAME ...] [--check]
 
-Prints for each whether it was caught. `--check` only looks whether every fault still has its place.
+Prints for each whether it was caught. A failed test, a crash and a hang are. The status is 1 if a
+fault was missed that is not harmless. First the tests run without any. `--check` only looks whether
+every fault still has its place and its tests.
 """
 
 from __future__ import annotations
@@ -21,16 +23,7 @@ from pathlib import Path
 import checkout
 
 LIMIT_SECONDS = 900
-MARKERS = ("interpreter", "fuzz", "sweep", "processes", "processors", "memory")
-STEPS = "vlm_serve/engine/steps/"
-_DRAFTS = "tests/engine/steps/test_draft_graphs.py tests/engine/steps/test_captured_drafts.py"
-_DECODE = "tests/engine/steps/test_decode_graphs.py"
-_TABLES = "tests/engine/steps/test_step_tables.py"
-_TWINS = "tests/engine/test_torch_twins.py"
-_PREFILL, _VERIFY = (
-    "tests/engine/steps/test_prefill_graphs.py",
-    "tests/engine/steps/test_verify_graphs.py",
-)
+STEPS, TESTS = "vlm_serve/engine/steps/", "tests/engine/steps/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +33,15 @@ class Fault:
     Attributes:
         path: from the root.
         old: it occurs there once.
-        tests: files, with spaces between.
+        tests: those that should see it, as pytest takes them.
+        harmless: why none has to see it; "" if one has to.
     """
 
     path: str
     old: str
     new: str
-    tests: str
+    tests: tuple[str, ...]
+    harmless: str = ""
 
     def planted(self, root: Path) -> str:
         """Return the file's text with the fault. Raises SystemExit if its place is gone."""
@@ -55,20 +50,65 @@ class Fault:
             raise SystemExit(f"{self.path} has {text.count(self.old)} times:\n{self.old}")
         return text.replace(self.old, self.new)
 
+    def check(self, root: Path) -> None:
+        """Raise SystemExit if its place or one of its tests is gone."""
+        self.planted(root)
+        for test in self.tests:
+            file, _, function = test.partition("::")
+            text = (root / file).read_text() if (root / file).exists() else ""
+            if f"\ndef {function.partition('[')[0]}" not in text:
+                raise SystemExit(f"there is no test {test}")
+
+
+def _tests(file: str, *names: str) -> tuple[str, ...]:
+    """Return some tests of a file, or all of it."""
+    return tuple(f"{file}::{name}" for name in names) or (file,)
+
+
+_CAPTURES = _tests(TESTS + "test_cuda_graphs.py")
+_QUEUE = _tests(
+    TESTS + "test_step_tables.py",
+    "test_a_buffer_is_filled_again_only_when_its_copy_was_made",
+    "test_a_ring_serves_tables_of_several_sizes",
+)
+_DECODE = _tests(
+    TESTS + "test_decode_graphs.py",
+    "test_a_smaller_step_leaves_padding_behind_it",
+    "test_steps_of_all_sizes_share_their_tables[dense]",
+    "test_padding_touches_its_scratch_row_alone[dense]",
+)
+_DRAFTS = _tests(TESTS + "test_draft_graphs.py", "test_drafts_are_those_of_plain_passes[dense]")
+_PREFILL = _tests(
+    TESTS + "test_prefill_graphs.py",
+    "test_tables_behind_a_step_are_padding",
+    "test_padding_touches_its_scratch_row_alone[dense]",
+)
+_LARGEST_FIRST = """    for size in reversed(sizes):
+        with naming(name.format(size)):
+            captured.append(capture(size))
+    return captured[::-1]
+"""
+_PADDING = """                (carved[part][name], table.padding)
+                for part, tables in parts.items()
+                for name, table in tables.items()
+"""
+_STALE = _PADDING + '                if name != "{}"\n'
+
 
 _SEND = "        target.copy_(source, non_blocking=True)\n"
 _EVENT = (
     "        read = torch.cuda.Event()  # type: ignore[no-untyped-call]\n        read.record()\n"
 )
 FAULTS = {
-    "event_before_copy": Fault(
-        STEPS + "step_tables.py", _SEND + _EVENT, _EVENT + _SEND, f"{_TABLES} {_TWINS}"
-    ),
+    "event_before_copy": Fault(STEPS + "step_tables.py", _SEND + _EVENT, _EVENT + _SEND, _QUEUE),
     "tower_rows_not_cloned": Fault(
         STEPS + "local_executor.py",
         "return [embedding.clone() for embedding in rows]",
         "return rows",
-        "tests/engine/steps/test_tower_graphs.py",
+        _tests(
+            TESTS + "test_tower_graphs.py",
+            "test_embeddings_that_fill_a_graph_outlive_the_next_run[plain]",
+        ),
     ),
     "drafts_not_cloned": Fault(
         STEPS + "mtp_runner.py",
@@ -86,13 +126,16 @@ FAULTS = {
         STEPS + "adapter_table.py",
         "        records = self.records[slot]\n",
         "        self.records = self.records.clone()\n        records = self.records[slot]\n",
-        "tests/engine/features/adapters/test_graphs.py",
+        _tests(
+            "tests/engine/features/adapters/test_graphs.py",
+            "test_slots_are_emptied_and_filled_between_replays[dense]",
+        ),
     ),
     "logits_rebound": Fault(
         STEPS + "step_graphs.py",
         "self._logits[: output.logits.shape[0]].copy_(output.logits)\n",
         "self._logits = output.logits\n",
-        f"{_DECODE} {_PREFILL} {_VERIFY}",
+        _DECODE,
     ),
     "best_rebound": Fault(
         STEPS + "draft_graphs.py",
@@ -110,31 +153,28 @@ FAULTS = {
         STEPS + "step_tables.py",
         "        return graph.replay",
         "        return lambda: None",
-        f"{_TABLES} {_DECODE}",
+        _CAPTURES,
     ),
     "capture_global": Fault(
         STEPS + "step_tables.py",
         'CAPTURE_ERRORS = "thread_local"',
         'CAPTURE_ERRORS = "global"',
-        f"{_TABLES} {_DECODE}",
+        _CAPTURES,
     ),
     "padding_dst_stale": Fault(
-        STEPS + "step_buffers.py",
-        "padding = 1, -1, self._limits.scratch_row, -1",
-        "padding = 1, -1, 0, -1",
-        f"{_DECODE} {_TWINS}",
+        STEPS + "step_tables.py", _PADDING, _STALE.format("dst_rows"), _DECODE
     ),
     "prefill_pad_dst_zero": Fault(
         STEPS + "step_buffers.py",
-        '("dst_rows", rows, scratch)',
-        '("dst_rows", rows, 0)',
+        "rows, scratch = size.prompts + 1, limits.scratch_row",
+        "rows, scratch = size.prompts + 1, 0",
         _PREFILL,
     ),
     "entries_stale": Fault(
-        STEPS + "step_buffers.py",
-        '"entries": Table(torch.int32, (size.drafted * size.room,), -1)',
-        '"entries": Table(torch.int32, (size.drafted * size.room,))',
-        f"{_VERIFY} {_TWINS}",
+        STEPS + "step_tables.py",
+        _PADDING,
+        _STALE.format("entries"),
+        _tests(TESTS + "test_verify_graphs.py", "test_tables_behind_a_step_are_padding"),
     ),
     "before_not_copied": Fault(
         STEPS + "draft_graphs.py",
@@ -146,25 +186,27 @@ FAULTS = {
         "kernels/linear/few_rows_triton.py",
         '@triton.jit(do_not_specialize=["rows"])',
         "@triton.jit",
-        "tests/kernels/test_few_rows_triton.py tests/kernels/test_triton_support.py",
+        _tests("tests/kernels/test_few_rows_triton.py"),
+        harmless="captured steps have few numbers of rows, all compiled at start",
     ),
     "ring_send_wrong_read": Fault(
         STEPS + "step_tables.py",
-        "self._reads[self._next] = self._device.send(target, source)",
-        "self._reads[self._next - 1] = self._device.send(target, source)",
-        _TABLES,
+        "self._reads[self._next] = self.device.send(target, source)",
+        "self._reads[self._next - 1] = self.device.send(target, source)",
+        _QUEUE,
     ),
     "sampler_reads_row_above": Fault(
         STEPS + "sampler.py",
         "logits[_index(drawn, logits.device)]\n",
         "logits[: len(drawn)]\n",
-        "tests/engine/steps/test_sampling_rows.py",
+        _tests(TESTS + "test_sampling_rows.py"),
     ),
     "tile_row_padding": Fault(
         STEPS + "step_buffers.py",
         "zip(_TILES, (size.prompts, 0), strict=True)",
         "zip(_TILES, (0, 0), strict=True)",
         _PREFILL,
+        harmless="the same rows are computed again",
     ),
     "scratch_row_given": Fault(
         STEPS + "step_graphs.py",
@@ -174,23 +216,92 @@ FAULTS = {
     ),
     "table_memory_smallest_first": Fault(
         STEPS + "step_tables.py",
-        "    return [capture(size) for size in reversed(sizes)][::-1]",
-        "    return [capture(size) for size in sizes]",
-        f"{_DECODE} tests/engine/steps/test_captured_rows.py",
+        _LARGEST_FIRST,
+        _LARGEST_FIRST.replace("reversed(sizes)", "sizes").replace("[::-1]", ""),
+        _DECODE,
+    ),
+    "sampled_ids_not_moved": Fault(
+        STEPS + "step_graphs.py",
+        "        if batch.sampled is not None:\n",
+        "        if False:\n",
+        _tests(TESTS + "test_one_step_ahead.py", "test_answers_have_the_same_bits[dense]"),
+    ),
+    "columns_not_moved": Fault(
+        STEPS + "step_tables.py",
+        "            self._ring.device.move(target, source)\n",
+        "            pass\n",
+        _DECODE,
+    ),
+    "step_hidden_rebound": Fault(
+        STEPS + "step_graphs.py",
+        "self._hidden[: hidden.shape[0]].copy_(hidden)",
+        "self._hidden = hidden",
+        _tests(
+            TESTS + "test_draft_graphs.py",
+            "test_captured_steps_report_their_hidden_states[dense-decode]",
+        ),
+    ),
+    "embeddings_rebound": Fault(
+        STEPS + "tower_graphs.py",
+        "self._out[: len(rows)].copy_(rows)",
+        "self._out = rows",
+        _tests(
+            TESTS + "test_tower_graphs.py",
+            "test_embeddings_that_fill_a_graph_outlive_the_next_run[plain]",
+        ),
+    ),
+    "warm_up_before_its_tables": Fault(
+        STEPS + "step_tables.py", "        self._stream.wait_stream(current)\n", "", _CAPTURES
+    ),
+    "steps_beside_a_warm_up": Fault(
+        STEPS + "step_tables.py", "        current.wait_stream(self._stream)\n", "", _CAPTURES
+    ),
+    "capture_without_warm_up": Fault(
+        STEPS + "step_tables.py", "_WARM_UP = 2\n", "_WARM_UP = 0\n", _CAPTURES
+    ),
+    "host_memory_pageable": Fault(
+        STEPS + "step_tables.py", "dtype=torch.uint8, pin_memory=True", "dtype=torch.uint8", _QUEUE
+    ),
+    "copies_block": Fault(
+        STEPS + "step_tables.py",
+        "target.copy_(source, non_blocking=True)",
+        "target.copy_(source)",
+        _QUEUE,
+    ),
+    "capture_on_torchs_stream": Fault(
+        STEPS + "step_tables.py",
+        "torch.cuda.graph(graph, self._pool, self._stream, CAPTURE_ERRORS)",
+        "torch.cuda.graph(graph, self._pool, None, CAPTURE_ERRORS)",
+        _CAPTURES,
+    ),
+    "tiles_of_the_first_gpu": Fault(
+        "kernels/triton_support.py",
+        "_device_target(-1 if _interprets() else torch.cuda.current_device())",
+        "_device_target(-1 if _interprets() else 0)",
+        _tests("tests/kernels/test_triton_support.py"),
     ),
 }
 
 
-def outcome(fault: Fault, root: Path) -> str:
-    """Run the tests with a fault in the copy, and take it out again."""
+def with_fault(fault: Fault, root: Path) -> str:
+    """Run the tests with a fault in the copy, and take it out again. Return what caught it; "" if
+    nothing did."""
     path, text = root / fault.path, (root / fault.path).read_text()
-    marked = " and ".join(f"not {each}" for each in MARKERS)
-    command = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", marked]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     path.write_text(fault.planted(root))
     try:
+        return failure(fault.tests, root)
+    finally:
+        path.write_text(text)
+
+
+def failure(tests: Sequence[str], root: Path) -> str:
+    """Run tests in the copy. Return the first that fails, or how they end; "" if they pass. Raises
+    SystemExit if pytest cannot run them."""
+    command = ["-m", "pytest", "-q", "-x", "-n", "0", "--tb=line", "-p", "no:cacheprovider"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    try:
         done = subprocess.run(
-            [sys.executable, *command, *fault.tests.split()],
+            [sys.executable, *command, "-m", "not interpreter", *tests],
             cwd=root,
             env=environment,
             capture_output=True,
@@ -200,12 +311,13 @@ def outcome(fault: Fault, root: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"longer than {LIMIT_SECONDS} s"
-    finally:
-        path.write_text(text)
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    return (
-        f"{ {0: 'MISSED', 1: 'caught'}.get(done.returncode, f'status {done.returncode}') }; {last}"
-    )
+    if done.returncode in (0, 1):
+        failed = [line for line in done.stdout.splitlines() if line[:6] in ("FAILED", "ERROR ")]
+        named = failed[0].split("::")[-1].split()[0].rstrip(":") if failed else "a failure"
+        return named if done.returncode else ""
+    if done.returncode in (2, 3, 4, 5):
+        raise SystemExit(f"pytest cannot run {' '.join(tests)}\n{done.stdout[-2000:]}")
+    return f"a crash, status {done.returncode}"
 
 
 def copy_of(root: Path, folder: Path) -> Path:
@@ -219,7 +331,7 @@ def copy_of(root: Path, folder: Path) -> Path:
     return folder
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(FAULTS))
     parser.add_argument("--check", action="store_true")
@@ -227,17 +339,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(given.names) - FAULTS.keys():
         parser.error(f"there is no fault {', '.join(sorted(unknown))}")
     for fault in FAULTS.values():
-        fault.planted(checkout.ROOT)
+        fault.check(checkout.ROOT)
     if given.check:
-        print(f"{len(FAULTS)} faults have their places")
-        return
+        print(f"{len(FAULTS)} faults have their places and tests")
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of(checkout.ROOT, Path(folder))
-        for name in given.names or FAULTS:
-            begin = time.monotonic()
-            print(f"{name}: {outcome(FAULTS[name], copy)}", end="", flush=True)
-            print(f", {time.monotonic() - begin:.0f} s", flush=True)
+        return planted_in(copy, given.names or list(FAULTS))
+
+
+def planted_in(copy: Path, names: Sequence[str]) -> int:
+    """Plant faults in a copy and print whether they are caught. Return the exit status."""
+    tests = dict.fromkeys(test for name in names for test in FAULTS[name].tests)
+    if found := failure(list(tests), copy):
+        raise SystemExit(f"without a fault there is one: {found}")
+    missed = 0
+    for name in names:
+        begin, fault = time.monotonic(), FAULTS[name]
+        found = with_fault(fault, copy)
+        missed += not found and not fault.harmless
+        verdict = (
+            f"caught by {found}" if found else ", ".join(("missed", fault.harmless)).rstrip(", ")
+        )
+        print(f"{name}: {verdict}; {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{len(names)} planted; {missed} missed that are not harmless")
+    return int(missed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

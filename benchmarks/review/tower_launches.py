@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kernels = Counter(launch.kernel.__name__ for launch in recorded)
         print(f"{patches} patches: Triton {dict(kernels)}")
         print(f"  torch {operations.counts.total()}: {dict(operations.counts)}")
-        print(f"  hidden copies: {dict(+operations.hidden)}")
+        print(f"  of these, views by their schema: {dict(+operations.hidden)}")
         moved = {name: round(size / 1e9, 2) for name, size in operations.moved.items()}
         print(f"  GB moved by torch: {moved}")
 

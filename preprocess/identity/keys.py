@@ -327,22 +327,24 @@ class PromptKeys:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append text tokens, such as generated ones."""
         for token in token_ids:
-            packed = _COUNT.pack(token)
-            self._packed += packed
-            self._partial += packed
-            self._length += 1
-            full = self._length % self.block_size == 0
-            if full or token in self._end_of_turn_ids:
-                key = self._key(
-                    (self._length - 1) // self.block_size, self._partial, self._open_spans
-                )
-                self.cuts.append(self._length)
-                if full:
-                    self.block_keys.append(key)
-                    self._partial = b""
-                    self._open_spans = b""
-                else:
-                    self.tails[self._length] = key
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Append a text token."""
+        packed = _COUNT.pack(token)
+        self._packed += packed
+        self._partial += packed
+        self._length += 1
+        full = self._length % self.block_size == 0
+        if full or token in self._end_of_turn_ids:
+            key = self._key((self._length - 1) // self.block_size, self._partial, self._open_spans)
+            self.cuts.append(self._length)
+            if full:
+                self.block_keys.append(key)
+                self._partial = b""
+                self._open_spans = b""
+            else:
+                self.tails[self._length] = key
 
     def _span_around(self, position: int) -> tuple[int, int] | None:
         index = bisect_left(self._span_starts, position) - 1

@@ -87,6 +87,18 @@ def test_a_gateway_on_a_unix_socket_below_a_path(service: Service, tmp_path: Pat
             assert answer.status_code == 403
 
 
+def test_a_gateway_says_what_a_replica_lacks(service: Service) -> None:
+    pool = cast(ReplicaPool, PoolOfOne(create_routes(service)))
+    config = ServerConfig(port=0)
+    with serving(Gateway(pool, config, "test-model", 8), config) as url:
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        service.engine.degraded = "steps run without CUDA graphs"
+        degraded = {"status": "degraded", "reason": "steps run without CUDA graphs"}
+        answer = httpx.get(f"{url}/health")
+        assert (answer.status_code, answer.json()) == (200, degraded)
+        assert httpx.get(f"{url}/ready").status_code == 200
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     engine = FakeEngine(Tokenizer(make_checkpoint(tmp_path)))

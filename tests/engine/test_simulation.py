@@ -25,12 +25,14 @@ QUEUED: Counter[str] = Counter()
 ADAPTED: Counter[str] = Counter()
 EXACT: Counter[str] = Counter()
 PERMUTED: Counter[str] = Counter()
+AHEAD: Counter[str] = Counter()
 HAPPENS = (
     *("hit_tokens", "aborts", "failures", "length", "stop", "expert answers", "came up"),
     *("rows reused", "overtaken", "joins", "rows left", "last tokens", "answer_end", "answer_part"),
     *("seats given up", "held"),
 )
 WITH_ADAPTERS = ("adapted", "shared under two names", "unloaded in use", "loaded", "hit_tokens")
+PLANNED_AHEAD = ("planned ahead", "void steps", "failures", "aborts", "stop", "answer_end")
 EXACTLY = ("preemptions", "failures", "hit_tokens")
 
 
@@ -65,6 +67,13 @@ def test_prompts_come_from_prefill_and_answers_from_decoding(seed: int) -> None:
 def test_a_device_behind_the_host_keeps_every_promise_too(seed: int) -> None:
     speculative = seed % 3 == 0
     QUEUED.update(Simulation(seed, speculative=speculative, queued=True).run(STEPS))
+
+
+@pytest.mark.parametrize("seed", quick(range(1000), 8, pytest.mark.fuzz))
+def test_steps_that_are_planned_ahead_keep_every_promise_too(seed: int) -> None:
+    """Failures come between the two steps under way, and so do aborts and ends."""
+    kind = AdapterSimulation if seed % 5 == 4 else Simulation
+    AHEAD.update(kind(seed, queued=seed % 4 == 0, ahead=True).run(STEPS))
 
 
 @pytest.mark.parametrize("seed", quick(range(60), 6, pytest.mark.fuzz))
@@ -110,6 +119,13 @@ def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
     assert counts["cold"] and counts["steps"] >= 300
 
 
+def test_nobody_takes_the_blocks_of_a_prompt_that_is_in_the_step() -> None:
+    """This seed has one tenant's prompt take all reports of a step. Another one's, resumed behind
+    it, took its blocks and did not fit either, so that no step could be planned any more."""
+    counts = Simulation(54, speculative=True).run(STEPS)
+    assert counts["preemptions"] and counts["rows computed"]
+
+
 def test_the_traffic_was_worth_its_name() -> None:
     """Runs after the seeds: a simulation in which nothing happens proves nothing. Which seeds run
     here depends on their cost, so seeds that are known to be eventful run where others were too
@@ -127,8 +143,13 @@ def test_the_traffic_was_worth_its_name() -> None:
     if not crowded or not all(ADAPTED[what] for what in WITH_ADAPTERS):
         ADAPTED.update(AdapterSimulation(0).run(2 * STEPS))
     for seed in range(8):
+        if not all(AHEAD[what] for what in PLANNED_AHEAD):
+            AHEAD.update(Simulation(seed, ahead=True).run(STEPS))
+    for seed in range(8):
         if not all(EXACT[what] for what in EXACTLY):
             test_prompts_come_from_prefill_and_answers_from_decoding(seed)
+    for what in PLANNED_AHEAD:
+        assert AHEAD[what] > 0, f"no {what}"
     for what in EXACTLY:
         assert EXACT[what] > 0, f"no {what}"
     assert QUEUED["steps ahead"] > 0

@@ -215,7 +215,7 @@ def test_tables_on_a_device_say_the_same() -> None:
         records[slot] = each.records(DEVICE)[0]
     tables = {
         name: torch.full(shape, padding, dtype=dtype)
-        for name, (dtype, shape, padding) in row_tables(len(OWNERS), 5).items()
+        for name, (dtype, shape, padding, *_) in row_tables(len(OWNERS), 5).items()
     }
     changes = RowChanges(known, OWNERS, slots)
     write_changes(tables, changes)

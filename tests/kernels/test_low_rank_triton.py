@@ -224,7 +224,7 @@ def test_tables_on_a_device_say_the_same(rows: int, deterministic: bool) -> None
         records[slot] = each.records(DEVICE)[0]
     tables = {
         name: torch.full(shape, padding, dtype=dtype)
-        for name, (dtype, shape, padding) in row_tables(rows + 2, 5).items()
+        for name, (dtype, shape, padding, *_) in row_tables(rows + 2, 5).items()
     }
     changes = RowChanges(known, owners, slots)
     write_changes(tables, changes)

@@ -1,4 +1,5 @@
-"""Where Triton keeps what it compiles: it loads that at the next start."""
+"""Where Triton keeps what it compiles, which it loads at the next start, and for which GPU it
+compiles."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from other_user import NOBODY, mode, needs_root, open_folder, umask
 
-from vlm_serve.kernels.triton_support import keep_private
+from vlm_serve.kernels import triton_support
+from vlm_serve.kernels.triton_support import current_target, keep_private
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,23 @@ def test_what_a_user_names_is_taken(
     before = dict(os.environ)
     keep_private()
     assert dict(os.environ) == before and not cache.exists()
+
+
+def test_each_gpu_of_a_process_has_a_target_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from vlm_serve.kernels.paged_attention.tiles_triton import prefill_tile
+
+    current, cards = [0], ((9, 0), (12, 0))
+    monkeypatch.setattr(triton_support, "_interprets", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: cards[index])
+    triton_support._device_target.cache_clear()
+    found = []
+    try:
+        for current[0] in (0, 1, 0):
+            found.append((current_target(), prefill_tile(torch.bfloat16, 256, False)))
+    finally:
+        triton_support._device_target.cache_clear()
+    assert [target.arch for target, _ in found] == [90, 120, 90]
+    assert found[0] == found[2] and found[0][1] != found[1][1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
 from families import FAMILIES
-from launch_counts import PARTS, Kind, Launches, count
+from launch_counts import PARTS, Kind, Launches, Operations, count
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
@@ -61,6 +62,29 @@ def test_a_launch_more_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert after["MLP"] == [before["MLP"][0], before["MLP"][1] + 1]
     assert after["attention"] == before["attention"]
     assert after["step"][1] == before["step"][1] + len(model._decoder.layers)
+
+
+@pytest.mark.parametrize(
+    ("copies", "operation"),
+    [
+        (True, lambda x: x.to(torch.float32)),
+        (True, lambda x: x.t().contiguous()),
+        (True, lambda x: x.t().reshape(-1)),
+        (True, lambda x: x.add_(1)),
+        (False, lambda x: x.to(torch.bfloat16)),
+        (False, lambda x: x.contiguous()),
+        (False, lambda x: x.reshape(-1)[2:].view(1, -1)),
+        (False, lambda x: x.split(1)),
+        (False, lambda x: torch.empty_like(x)),
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_copies_that_are_called_views_are_seen(
+    copies: bool, operation: Callable[[torch.Tensor], object], inference: bool
+) -> None:
+    with torch.inference_mode(inference), Operations() as found:
+        operation(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
+    assert found.counts.total() == copies
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,16 @@ def test_two_authorization_headers_are_one_too_many(engine: FakeEngine) -> None:
         assert server.client.get("/v1/models", headers=headers).status_code == 401
 
 
+def test_health_says_what_an_engine_lacks(engine: FakeEngine) -> None:
+    engine.degraded = "steps run without CUDA graphs: a step could not be captured"
+    with running(engine, ServerConfig(port=0)) as server:
+        for path in ("/health", "/ping"):
+            response = server.client.get(path)
+            assert response.status_code == 200
+            assert response.json() == {"status": "degraded", "reason": engine.degraded}
+        assert server.client.get("/ready").json() == {"status": "ready"}
+
+
 def test_health_follows_the_engine(engine: FakeEngine) -> None:
     engine.config = replace(engine.config, stall_timeout=0.05)
     with running(engine, ServerConfig(port=0, idle_check=False)) as server:

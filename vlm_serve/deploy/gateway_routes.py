@@ -62,10 +62,11 @@ async def response(gateway: GatewayState, scope: Scope, receive: Receive) -> Res
 
 
 async def health(gateway: GatewayState, request: Request) -> Response:
-    """Return 200 while any replica is healthy, else 503."""
+    """Return 200 while any replica is healthy, else 503; what a degraded one says, if one is."""
     replies = await ask_all(gateway, request)
-    if any(reply.status_code == 200 for reply in replies.values()):
-        return JSONResponse({"status": "ok"})
+    if well := [reply for reply in replies.values() if reply.status_code == 200]:
+        degraded = (reply for reply in well if b'"degraded"' in reply.body)
+        return next(degraded, JSONResponse({"status": "ok"}))
     if not replies:
         return JSONResponse({"status": "unhealthy", "reason": "no replica answers"}, 503)
     return next(iter(replies.values()))

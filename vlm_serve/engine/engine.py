@@ -80,6 +80,7 @@ class Engine:
         self.weights = parts.weights
         self.memory = parts.memory
         self.step_memory = parts.steps
+        self.degraded = parts.degraded
         self.preprocessor: Preprocessor = parts.preprocessor
         language = parts.language
         self.max_model_len = language.max_length
@@ -421,6 +422,7 @@ class Engine:
             "num_joined": 0 if joining is None else len(joining.joins),
             "num_preemptions": self._scheduler.num_preemptions,
             "num_unsound": self._scheduler.num_unsound,
+            "steps_ahead": self._scheduler.extender.as_dict(),
             "num_steps": self.num_steps,
             "drafts": None if drafting is None else drafting.counts.as_dict(),
             "adapters": self._adapter_counts.as_dict(),

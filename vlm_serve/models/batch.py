@@ -32,6 +32,8 @@ class ForwardBatch:
         capture_experts: also return the routed expert ids (MoE models only).
         greedy: also return the argmax of the logits, if that costs little.
         changes: the adapters of the T tokens; None if none has one.
+        sampled: int64 `[T]` on the device, the ids of tokens that the step before samples: they
+            replace `token_ids`, which the host does not know; None: it does.
     """
 
     token_ids: torch.Tensor
@@ -46,10 +48,13 @@ class ForwardBatch:
     capture_experts: bool = False
     greedy: bool = False
     changes: RowChanges | None = None
+    sampled: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> ForwardBatch:
         """Return the same batch with token ids, positions, slots and rows on a device."""
-        if self.token_ids.device == device:
+        if self.sampled is not None:
+            return replace(self, token_ids=self.sampled, sampled=None).to(device)
+        if self.positions.device == device:
             return self
         return replace(
             self,

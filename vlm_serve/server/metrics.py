@@ -242,6 +242,11 @@ class EngineStats(Collector):
         text = "Requests that ended because what the model computed was no finite number"
         yield self._counter("num_requests_not_a_number", text, stats["num_unsound"])
         yield self._counter("num_steps", "Steps of the engine", stats["num_steps"])
+        ahead = stats["steps_ahead"]
+        text = "Steps that were queued before the results of the ones before were read"
+        yield self._counter("num_steps_ahead", text, ahead["ahead"])
+        text = "Steps that were planned sequence by sequence, or waited for results"
+        yield self._counter("num_steps_not_extended", text, ahead["refusals"], "reason")
         yield self._step_times(stats["step_times"])
         if stats["drafts"] is not None:
             yield from self._drafts(stats["drafts"])

@@ -116,10 +116,12 @@ def problem(service: Service) -> str | None:
 
 async def health(service: Service, _: Request) -> Response:
     """GET /health: 200 while the engine makes progress or is idle, else 503. For SageMaker also
-    GET and POST /ping."""
+    GET and POST /ping. A degraded engine answers, slower than it could, and says why."""
     trouble = problem(service)
     if trouble is not None:
         return JSONResponse({"status": "unhealthy", "reason": trouble}, status_code=503)
+    if service.engine.degraded:
+        return JSONResponse({"status": "degraded", "reason": service.engine.degraded})
     return JSONResponse({"status": "ok"})
 
 

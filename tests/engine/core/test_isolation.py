@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -126,10 +127,12 @@ def test_what_cannot_be_planned_ends_alone(pipe: Pipeline) -> None:
     endings: list[Delta] = []
     with patch.object(Sequence, "sample_task", faulty):
         prompt = pipe.engine.preprocessor.prepare_tokens(bad)
-        pipe.engine.submit(prompt, greedy(12, n=2), endings.append)
+        # A step with penalties is planned sequence by sequence.
+        params = greedy(12, n=2, presence_penalty=0.01)
+        pipe.engine.submit(prompt, params, endings.append)
         outputs = pipe.generate_many(good, greedy(12))
         with pytest.raises(EngineError, match="step fail"):
-            pipe.generate(bad, greedy(12))
+            pipe.generate(bad, replace(params, n=1))
     assert [output.token_ids for output in outputs] == expected
     assert [delta.finish_reason for delta in endings][-2:] == ["error", "error"]
     assert pipe.engine.alive and pipe.engine.num_running == 0

@@ -18,7 +18,9 @@ from parity_cases import random_ids
 from waiting import wait_for
 
 from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.plan import DecodeRows
 from vlm_serve.engine.steps import local_executor
+from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.errors import NotANumberError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
@@ -54,7 +56,20 @@ def poisoned(pipe: Pipeline, position: int, value: float) -> Iterator[None]:
                 logits[row, 5:] = value
         return sample(logits, tasks, samplers, rows, best)
 
-    with patch.object(local_executor, "sample", faulty):
+    compute = LocalExecutor._compute_rows
+
+    def faulty_rows(executor: LocalExecutor, rows: DecodeRows) -> Any:
+        output, columns = compute(executor, rows)
+        for place, (number, done) in enumerate(zip(rows.sequences, rows.positions, strict=True)):
+            if POISON_TOKEN in known[number].info.token_ids and done >= position:
+                output = replace(output, logits=output.logits.clone(), best=None)
+                output.logits[place, 5:] = value
+        return output, columns
+
+    with (
+        patch.object(local_executor, "sample", faulty),
+        patch.object(LocalExecutor, "_compute_rows", faulty_rows),
+    ):
         yield
 
 

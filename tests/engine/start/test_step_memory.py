@@ -76,8 +76,9 @@ def test_the_largest_step_and_picture_of_every_family_run(
     assert card.runs == 2 + bool(spans) + 2 * tower
     kept = CapturedRows.of(CONFIG).result_bytes(model.spec.vocab_size, 0)
     assert kept > 0
-    # Block tables of 128 tokens: of four sequences, and of four beside four prompts and no prompt.
-    kept += 4 * 8 * (4 + 9)
+    # Block tables of 128 tokens: of four sequences, and of four beside four prompts and no prompt,
+    # as they are sent and as they are read.
+    kept += 2 * 4 * 8 * (4 + 9)
     # Steps and pictures share 8000 bytes, 4000 of which steps take; 5000 are the tower's own.
     kept += 9000 if tower else 0
     assert found == StepMemory(1000, 3000 if spans else 0, 4000 + kept)

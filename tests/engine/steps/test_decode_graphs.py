@@ -32,7 +32,7 @@ from vlm_serve.engine.start.build import build
 from vlm_serve.engine.steps.step_buffers import StepBuffers
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize, decode_sizes
-from vlm_serve.engine.steps.step_tables import HostRing
+from vlm_serve.engine.steps.step_tables import HostRing, Step, largest_first
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
@@ -292,15 +292,57 @@ def test_the_engine_answers_the_same(
 def test_a_capture_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> object:
+    def fail(device: torch.device) -> object:
         raise RuntimeError("driver too old")
 
     checkpoint = str(make_checkpoint(tmp_path, SPECS["dense"]))
     with_graphs(monkeypatch, fail)
     config = EngineConfig(dtype="float32", block_size=16, cache_memory="16MiB")
-    assert build(checkpoint, config).config.cuda_graphs is False
+    parts = build(checkpoint, config)
+    assert parts.config.cuda_graphs is False
+    assert parts.degraded == "steps run without CUDA graphs: a step could not be captured"
     assert "steps run without CUDA graphs: driver too old" in caplog.text
     with pytest.raises(ConfigError, match="cuda_graphs: driver too old"):
+        build(checkpoint, replace(config, cuda_graphs=True))
+
+
+@pytest.mark.parametrize(
+    ("size", "named"),
+    [
+        (StepSize(8), "a step of 8 decode tokens"),
+        (StepSize(0, 2, 4), "a step of 2 times 4 tokens"),
+        (StepSize(7, 2, 4), "a step of 7 decode tokens and 2 times 4 tokens"),
+        (StepSize(3, prompts=2, tokens=64), "a step of 3 decode tokens and 64 prompt tokens"),
+    ],
+)
+def test_a_capture_that_fails_is_named(size: StepSize, named: str) -> None:
+    def capture(size: StepSize) -> None:
+        raise torch.OutOfMemoryError("out of memory\nfree 1 GiB")
+
+    with pytest.raises(RuntimeError) as found:
+        largest_first((size,), capture)
+    assert str(found.value) == f"{named}: out of memory"
+
+
+def test_a_step_that_cannot_be_captured_is_named_to_the_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(QueuedDevice):
+        def capture(self, step: Step) -> Step:
+            raise torch.OutOfMemoryError("out of memory")
+
+        def warm_up(self, step: Step) -> None:
+            pass
+
+    monkeypatch.setattr(StepGraphs, "_tile_forms", lambda *size: ())
+    with_graphs(monkeypatch, lambda place: Full())
+    checkpoint = str(make_checkpoint(tmp_path, SPECS["dense"]))
+    config = EngineConfig(dtype="float32", block_size=16, cache_memory="16MiB", max_num_seqs=2)
+    step, lost = "a step of 2 decode tokens and 32 prompt tokens", "steps run without CUDA graphs"
+    assert build(checkpoint, config).degraded == f"{lost}: {step} could not be captured"
+    assert f"{lost}: {step}: out of memory" in caplog.text
+    named = f"cuda_graphs: {step}: out of memory"
+    with pytest.raises(ConfigError, match=named):
         build(checkpoint, replace(config, cuda_graphs=True))
 
 

@@ -17,6 +17,7 @@ from parity_cases import random_ids
 from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, started
 from sweeps import quick
+from wait_counts import Traffic, resident
 
 from vlm_serve.engine.requests.plan import SequenceInfo
 from vlm_serve.engine.steps.batching import KnownSequence
@@ -131,13 +132,16 @@ def test_drafts_are_those_of_plain_passes(model: Model) -> None:
         MtpRunner(model, each.driver.caches, each.driver.block_size, own)
         for each, own in ((plain, None), (padded, graphs))
     ]
+    graphs.best = resident(graphs.best)
     for wanted in (((1, 2, 3), (0, 5, 1)), ((0, 1, 0), (1, 3, 2)), ((0, 1, 0),)):
         before = states(sum(count for _, count, _ in wanted))
-        drafts = [
-            runner._draft(each.inputs(*wanted), before)
-            for runner, each in zip(runners, (plain, padded), strict=True)
-        ]
+        with Traffic() as found:
+            drafts = [
+                runner._draft(each.inputs(*wanted), before)
+                for runner, each in zip(runners, (plain, padded), strict=True)
+            ]
         assert drafts[0] == drafts[1]
+        assert not found.copies.total() and found.waits.total() == any(drafts), "one at the end"
         assert list(map(len, drafts[1])) == [count for _, _, count in wanted if count]
     for ours, theirs in zip(
         plain.driver.caches.of_unit("block"), padded.driver.caches.of_unit("block"), strict=True
@@ -173,8 +177,9 @@ def test_what_is_not_accepted(model: Model) -> None:
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
 def test_captured_steps_report_their_hidden_states(model: Model, kind: str) -> None:
-    """In the order of the tokens, without padding: the layer reads them."""
-    size = StepSize(3)
+    """In the order of the tokens, without padding: the layer reads them. The size in use is not the
+    one that was captured last."""
+    sizes: tuple[StepSize, ...] = (StepSize(1), StepSize(3))
     found = []
     for captured in (False, True):
         driver = Driver(model, scratch_rows=1, most_drafts=4)
@@ -186,16 +191,16 @@ def test_captured_steps_report_their_hidden_states(model: Model, kind: str) -> N
         }
         step: dict[str, Any] = {"decodes": [one]}
         if kind == "prefill":
-            size = StepSize(3, prompts=3, tokens=32)
+            sizes = tuple(StepSize(3, prompts=3, tokens=tokens) for tokens in (8, 32))
             step |= {"prefills": [(text_sequence(random_ids(9, 1)), 0, 9)], "all_logits": False}
         elif kind == "verify":
-            size = StepSize(2, 2, 4)
+            sizes = StepSize(0, 1, 4), StepSize(2, 2, 4)
             other.tokens += [3, 4]
             step |= {"drafts": [(other, 20, 0)]}
         else:
             step["decodes"].append(other)
         if captured:
-            driver.forward = running(StepGraphs(model, driver.caches, (size,), **limits))
+            driver.forward = running(StepGraphs(model, driver.caches, sizes, **limits))
         hidden = driver.step(**step).hidden
         assert hidden is not None
         found.append(hidden.clone())

@@ -41,7 +41,7 @@ def test_tables_arrive_and_start_at_16_bytes() -> None:
     assert numbers(tables) == [{0}, {0}, {0}]
     begin = tables.fixed["small"]["a"].data_ptr()
     for part, own in PARTS.items():
-        for name, (dtype, shape, _) in own.items():
+        for name, (dtype, shape, *_) in own.items():
             table = tables.fixed[part][name]
             assert (table.dtype, tuple(table.shape)) == (dtype, shape)
             assert (table.data_ptr() - begin) % 16 == 0
@@ -78,18 +78,28 @@ def test_a_ring_serves_tables_of_several_sizes() -> None:
 def replayed(device: QueuedDevice) -> list[list[set[int]]]:
     """What a captured step reads in each of five steps, of which the host waits for none."""
     tables = StepTables(PARTS, HostRing(device), torch.device("cpu"))
-    seen: list[list[set[int]]] = []
-    replay = device.capture(lambda: seen.append(numbers(tables)))
-    seen.clear()
-    for first in (10, 20, 30, 40, 50):
+    parts = [each for part in tables.fixed.values() for each in part.values()]
+    seen = [torch.zeros(len(FIRSTS), each.numel(), dtype=torch.int64) for each in parts]
+    turn = torch.zeros(1, dtype=torch.int64)
+
+    def step() -> None:
+        for record, table in zip(seen, parts, strict=True):
+            record[turn] = table.flatten().to(torch.int64)
+        turn.add_(1)
+
+    replay = device.capture(step)
+    turn.zero_()
+    for first in FIRSTS:
         filled(tables, first)
         replay()
-    assert device.device.longest > 2, "the host never ran ahead"
+    # Copy and replay of two steps, and the replay of the one before, whose copy was waited for.
+    assert device.device.longest >= 5, "the host was never two steps ahead"
     device.synchronize()
-    return seen
+    return [[set(record[place].tolist()) for record in seen] for place in range(len(FIRSTS))]
 
 
-EXPECTED = [[{first}, {first + 1}, {first + 2}] for first in (10, 20, 30, 40, 50)]
+FIRSTS = 10, 20, 30, 40, 50
+EXPECTED = [[{first}, {first + 1}, {first + 2}] for first in FIRSTS]
 
 
 def test_a_buffer_is_filled_again_only_when_its_copy_was_made() -> None:

@@ -14,11 +14,13 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from kernel_models import kernel_model
 from make_checkpoint import make_checkpoint
+from model_driver import Driver
 from parity_cases import user
-from queued_device import QueuedDevice, with_queue
+from queued_device import QueuedDevice, QueuedExecutor, with_queue
 from step_graphs import SPECS, HostFree
 from triton_case import row_by_row
 
+from vlm_serve.engine.requests.plan import Encode, StepPlan
 from vlm_serve.engine.steps import tower_graphs
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs, most_tiles, patch_sizes
 from vlm_serve.kernels.dispatch import triton_everywhere
@@ -93,6 +95,26 @@ def test_padding_changes_no_bit(model: Model, graphs: TowerGraphs) -> None:
     beside = embedded(graphs, other, [GRIDS[0], (1, 2, 14)])
     assert torch.equal(beside[0], together[0])
     assert not torch.equal(beside[1][:1], together[1])
+
+
+@pytest.mark.sweep
+def test_embeddings_that_fill_a_graph_outlive_the_next_run(
+    model: Model, graphs: TowerGraphs
+) -> None:
+    """They are all of the results' memory, so that nothing smaller is taken out of it."""
+    full, device = (1, 8, 12), graphs._device
+    assert full[1] * full[2] == SIZES[-1] and isinstance(device, QueuedDevice)
+    executor = QueuedExecutor(
+        model, Driver(model).caches, device=device.device, block_size=16, tower_graphs=graphs
+    )
+    patches = pictures(model, [full])
+    for slot, pixels in enumerate((patches, -patches)):
+        executor.run(StepPlan((), encodes=(Encode(pixels, full, 2, slot),)))
+    for slot, pixels in enumerate((patches, -patches)):
+        (expected,) = model.encode_media(pixels, [full])
+        embedding = executor.embedding(slot)
+        assert embedding is not None
+        torch.testing.assert_close(embedding, expected, atol=1e-5, rtol=0)
 
 
 def test_what_is_not_accepted(model: Model, graphs: TowerGraphs) -> None:

@@ -41,10 +41,13 @@ class Executor(Protocol):
 
     Attributes:
         pages: reads and writes blocks and rows between steps.
+        steps_ahead: number of steps that may be submitted before the output of an earlier one is
+            collected: 0, or 1 on a device that works behind the host.
         model_seconds: time of the model itself in the last step (on a GPU: until its launches were
             queued).
     """
 
+    steps_ahead: int
     pages: Transfer
     model_seconds: float
 
@@ -57,6 +60,12 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepOutput:
         """Run one step. Raise StepError with whatever the model raises; any other step may follow.
         Raise ExecutorLostError if no step can follow."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step, if steps may be ahead. Its errors are raised when it is collected."""
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step that was submitted and return its output. Raise as `run`."""
 
     def embedding(self, slot: int) -> torch.Tensor | None:
         """Return the embedding in a slot, `[tokens, width]`; None if the slot is empty. For use

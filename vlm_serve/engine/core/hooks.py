@@ -155,6 +155,8 @@ class Hooks:
         on_output: a step has been computed, and nothing of it is committed yet: add what the cache
             is to keep with the tokens.
         on_computed: the tokens of ended answers have been committed, and no others yet.
+        on_passed: the row of an ended answer's last token has been computed ahead, up to a
+            position.
         on_committed: a step has been committed.
         on_forked: a choice is about to get its first token; so far it has its parent's.
         on_failed: a step has failed, and nothing has been rolled back yet.
@@ -163,6 +165,8 @@ class Hooks:
         may_follow: may a sequence wait for what another one's prefill leaves, given its own match?
         may_overtake: may a short prompt come before this prefill, which takes several steps?
         may_prefill: how many of so many tokens may the next slice of a prompt have?
+        may_extend: why may the next step not just extend the last one, which takes so many blocks
+            and rows? Return "" if it may.
         may_leave: may a sequence whose answer has ended give up what it holds?
         plan_open: takes tokens of the step before all others do, at most as many as are given.
             Return their number.
@@ -178,6 +182,8 @@ class Hooks:
             to, before prompts are planned and in between.
         plan_drafts: adds drafts, at most as many tokens as are given.
         plan_trail: adds copies of state rows, before pending updates are folded into these.
+        plan_boundary: a token of a step that only extends another one completes a block at a
+            position: return a row for the state there; None: none.
         plan_close: adds what has the lowest priority. Return True if that is worth a step without
             any slice.
         reclaim: gives up what is held for later. Return False if there was nothing.
@@ -207,6 +213,7 @@ class Hooks:
     on_output: list[Callable[[Rows[StepRow], StepOutput, StepRecords], None]] = field(
         default_factory=list
     )
+    on_passed: list[Callable[[Sequence, int], None]] = field(default_factory=list)
     on_computed: list[Callable[[], None]] = field(default_factory=list)
     on_committed: list[Callable[[list[CommittedRow], StepOutput], None]] = field(
         default_factory=list
@@ -218,6 +225,7 @@ class Hooks:
     may_follow: list[Callable[[Sequence, Sequence, Match], bool]] = field(default_factory=list)
     may_overtake: list[Callable[[Sequence, Sequence], bool]] = field(default_factory=list)
     may_prefill: list[Callable[[Sequence, int], int]] = field(default_factory=list)
+    may_extend: list[Callable[[int, int], str]] = field(default_factory=list)
     may_leave: list[Callable[[Sequence], bool]] = field(default_factory=list)
     plan_open: list[Callable[[int], int]] = field(default_factory=list)
     take_turns: list[Callable[[Rows[Sequence], Rows[Sequence]], Iterable[Sequence]]] = field(
@@ -230,6 +238,7 @@ class Hooks:
     plan_prompts: list[Callable[[], None]] = field(default_factory=list)
     plan_drafts: list[Callable[[int], None]] = field(default_factory=list)
     plan_trail: list[Callable[[], None]] = field(default_factory=list)
+    plan_boundary: list[Callable[[Sequence, int], int | None]] = field(default_factory=list)
     plan_close: list[Callable[[], bool]] = field(default_factory=list)
     reclaim: list[Callable[[Holding], bool]] = field(default_factory=list)
     has_work: list[Callable[[], bool]] = field(default_factory=list)

@@ -77,6 +77,7 @@ class EngineLoop:
         self._stopping = False
         self._lock = threading.Lock()
         self._step_began = time.perf_counter()
+        self._under_way: tuple[StepPlan, float] | None = None
         self._thread = threading.Thread(target=self._run, name="vlm-serve-engine", daemon=True)
 
     @property
@@ -184,7 +185,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._handle_commands():
-                if self._scheduler.has_work and self._step():
+                if self._has_work and self._step():
                     now = time.perf_counter()
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
@@ -201,11 +202,15 @@ class EngineLoop:
         finally:
             self._end_all()
 
+    @property
+    def _has_work(self) -> bool:
+        return self._under_way is not None or self._scheduler.has_work
+
     def _handle_commands(self) -> bool:
         """Run posted commands; wait for one if there is no other work. Return False to end the
         loop."""
         while not self._stopping:
-            wait = not self._scheduler.has_work
+            wait = not self._has_work
             if not wait and self._inbox.empty():
                 return True
             try:
@@ -238,6 +243,8 @@ class EngineLoop:
     def _step(self) -> bool:
         """Run one step. Return False if none could be planned and the loop only waited."""
         self._end_what_is_due()
+        if self._under_way is not None:
+            return self._finish(*self._under_way)
         plan = self._scheduler.plan()
         failures = self._scheduler.take_failures()
         self._emit(failures)
@@ -255,7 +262,30 @@ class EngineLoop:
                 elif self._media_loader.busy:
                     self._run_next_command(wait=True)
             return False
-        events = self._run_plan(plan)
+        began = time.perf_counter()
+        if self._executor.steps_ahead:
+            self._executor.submit(plan)
+        return self._finish(plan, began)
+
+    def _finish(self, plan: StepPlan, began: float) -> bool:
+        """Have the device begin the next step, if that can be planned already. Then wait for this
+        one, and commit it."""
+        self._under_way, scheduler, executor = None, self._scheduler, self._executor
+        ahead = scheduler.plan_ahead(plan) if executor.steps_ahead else None
+        if ahead is not None:
+            executor.submit(ahead)
+        try:
+            output = executor.collect() if executor.steps_ahead else executor.run(plan)
+        except ExecutorLostError:
+            raise
+        except Exception as error:
+            events = self._fail(plan, error, void=ahead is not None)
+        else:
+            collected = time.perf_counter()
+            scheduler.learn(plan, output, collected - began)
+            events = scheduler.commit(plan, output)
+            if ahead is not None:
+                self._under_way = ahead, collected
         # Publish before the deltas: a client may inspect the cache once it has an answer.
         self._publish()
         self._emit(events)
@@ -263,19 +293,16 @@ class EngineLoop:
         self.last_step_time = time.monotonic()
         return True
 
-    def _run_plan(self, plan: StepPlan) -> list[Event]:
-        began = time.perf_counter()
-        try:
-            output = self._executor.run(plan)
-        except ExecutorLostError:
-            raise
-        except Exception as error:
-            failure = error if isinstance(error, StepError) else StepError(error, "unknown")
-            if not isinstance(failure.cause, VlmServeError):
-                _log.exception("a step failed; its sequences are retried one by one")
-            return self._scheduler.fail(plan, failure)
-        self._scheduler.learn(plan, output, time.perf_counter() - began)
-        return self._scheduler.commit(plan, output)
+    def _fail(self, plan: StepPlan, error: Exception, *, void: bool) -> list[Event]:
+        """Roll a failed step back. With `void` another one is under way, which it has made
+        void."""
+        failure = error if isinstance(error, StepError) else StepError(error, "unknown")
+        if not isinstance(failure.cause, VlmServeError):
+            _log.exception("a step failed; its sequences are retried one by one")
+        if void:
+            with contextlib.suppress(StepError):
+                self._executor.collect()
+        return self._scheduler.fail(plan, failure)
 
     def _emit(self, events: list[Event]) -> None:
         for group, delta in events:

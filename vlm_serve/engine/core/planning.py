@@ -95,6 +95,8 @@ class Pace:
         if 2 * tokens < self._least or plan.encodes:
             return
         looked = sum((item.end - item.start) * (item.start + item.end) / 2 for item in plan.slices)
+        if plan.rows is not None:
+            looked = float(plan.rows.starts.sum()) + tokens / 2
         self._depths.learn(looked / tokens, seconds / tokens)
         self._work = _DECAY * self._work + tokens + looked / self._depths.doubling
         self._seconds = _DECAY * self._seconds + seconds
@@ -133,6 +135,8 @@ class SchedulerConfig:
     """Maximum number of drafts per sequence and step; 0 disables drafts."""
     step_seconds: float = 0.0
     """Target duration of a step with prompt tokens, in seconds; 0 means no limit."""
+    extends_steps: bool = False
+    """Whether a step that only extends the one before is planned as columns."""
     answer_ends: Literal["auto", "always", "off"] = "off"
     """Whether the states at the ends of answers are kept."""
     min_step_tokens: int = 256
@@ -444,7 +448,8 @@ class Planner:
     def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow the lease to `num_tokens`; preempt other sequences until it fits. Replaying
         sequences are preempted first, then those that features choose, then the last ones in
-        scheduling order. Return False if the sequence itself was preempted."""
+        scheduling order. Nobody gives up blocks whose prompt is in the step already. Return
+        False if the sequence itself was preempted."""
         assert sequence.lease is not None
         queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
@@ -454,6 +459,8 @@ class Planner:
             candidates = [other for other in queues.running if other.replaying] or queues.running
             chosen = [choose(candidates) for choose in self._hooks.plan_victim]
             last = next(filter(None, chosen), None) or max(candidates, key=order)
+            if any(item.kind == "prefill" for item in queues.planned_of(last)):
+                last = sequence  # the other's turn came first, and its part of the step stays
             queues.preempt(last)
             if last is sequence:
                 return False

@@ -42,6 +42,8 @@ class SequenceQueues:
         folds: (state row, first update, count) of accepted updates, for the next step. They are
             applied before anything else reads the row.
         update_size: maximum number of updates of a slot; 0 for a model without state.
+        ahead: numbers of the sequences whose next token is being computed already: their rows hold
+            the state one token further than is known.
 
     Args:
         cache, media: resources that sequences hold.
@@ -70,6 +72,7 @@ class SequenceQueues:
         self.planned: list[Slice] = []
         self.partial_folds: tuple[PartialFold, ...] = ()
         self.skip_mtp = False
+        self.ahead: frozenset[int] = frozenset()
         self.row_copies: list[tuple[int, int]] = []
         self.num_preemptions = 0
         self._by_number: dict[int, Sequence] = {}
@@ -83,6 +86,10 @@ class SequenceQueues:
     def __getitem__(self, number: int) -> Sequence:
         return self._by_number[number]
 
+    def find(self, number: int) -> Sequence | None:
+        """Return a sequence that holds something or waits; None: it was removed."""
+        return self._by_number.get(number)
+
     @property
     def holders(self) -> list[Sequence]:
         """Return the sequences that have a lease."""
@@ -92,6 +99,10 @@ class SequenceQueues:
         """Return the numbers of the sequences that executors need no longer."""
         removed, self._removed = self._removed, []
         return removed
+
+    def planned_of(self, sequence: Sequence) -> list[Slice]:
+        """Return what the step being planned has of a sequence."""
+        return [item for item in self.planned if item.sequence == sequence.number]
 
     def begin_plan(self) -> None:
         """Begin a step without anything in it."""
@@ -352,7 +363,7 @@ class SequenceQueues:
         while updates have to be folded into it, or while it has to be copied first."""
         suspended = sequence.suspended
         lease = sequence.lease or (suspended.lease if suspended is not None else None)
-        if lease is None or sequence.pending:
+        if lease is None or sequence.pending or sequence.number in self.ahead:
             return None
         unfinished = {row for row, _, _ in self.folds} | {copy[1] for copy in self.row_copies}
         if lease.row in unfinished:

@@ -6,15 +6,18 @@ failed step back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.core.admission import Admitter
 from vlm_serve.engine.core.executor import RowsAfter, StepError
+from vlm_serve.engine.core.extending import Extender
 from vlm_serve.engine.core.hooks import CommittedRow, Hooks, StepRecords, StepRow, TokenRecords
 from vlm_serve.engine.core.media import MediaPlanner
 from vlm_serve.engine.core.planning import Planner, SchedulerConfig
 from vlm_serve.engine.core.queues import SequenceQueues, UpdateSlots
 from vlm_serve.engine.requests.outputs import Delta, FinishReason
-from vlm_serve.engine.requests.plan import SampledToken, Slice, StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import DecodeRows, SampledToken, Slice, StepOutput, StepPlan
 from vlm_serve.engine.requests.reports import complete_report
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 from vlm_serve.errors import (
@@ -44,6 +47,7 @@ class Scheduler:
         hooks: what features do at the moments of a step.
         queues: the sequences and what they hold.
         admitter: matches sequences and gives them leases.
+        extender: plans steps that only extend the one before.
         pace: limits the prompt tokens of steps.
         num_unsound: requests that ended because their logits were no numbers.
     """
@@ -63,7 +67,9 @@ class Scheduler:
         self.admitter = Admitter(cache, self.hooks, config.state_interval)
         self._records = StepRecords(TokenRecords)
         self._planner = Planner(self.queues, self.admitter, config)
+        self.extender = Extender(self.queues, config.max_num_seqs, config.decode_state_interval)
         self.pace = self._planner.pace
+        self._committed: StepPlan | None = None
         self.num_unsound = 0
         self.running, self.waiting = self.queues.running, self.queues.waiting
 
@@ -96,11 +102,24 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; return None if nothing can run. Call `take_failures` afterwards."""
+        last, self._committed = self._committed, None
+        if last is not None and self._config.extends_steps:
+            extended = self.extender.extend(last, ahead=False)
+            if extended is not None:
+                return extended
         return self._planner.plan()
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step behind one that is not committed; return None if that has to wait for its
+        results."""
+        ahead = self.extender.extend(plan, ahead=True)
+        rows = None if ahead is None else ahead.rows
+        self.queues.ahead = frozenset(() if rows is None else rows.sequences)
+        return ahead
 
     def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Record the duration of a successful step, in seconds."""
-        if not plan.slices:
+        if not plan.num_tokens:
             return
         self.pace.learn(plan, seconds, awaited=output.awaited)
         for notice in self.hooks.on_learned:
@@ -113,6 +132,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Publish the results of a successful step and append the sampled tokens."""
+        self._committed = plan
+        if plan.rows is not None:
+            return self._commit_rows(plan.rows, output)
         self.queues.forget_row_copies()
         self._media.commit_step()
         rows = [StepRow(self.queues[item.sequence], item) for item in plan.slices]
@@ -132,6 +154,48 @@ class Scheduler:
         for tell in self.hooks.on_committed[:]:
             tell(committed, output)
         return events + self._end_grammars_over_limits()
+
+    def _commit_rows(self, rows: DecodeRows, output: StepOutput) -> list[Event]:
+        """Commit a step that has only extended another one. What it computed of sequences that have
+        ended meanwhile is void, but for the row of a last token."""
+        queues, size = self.queues, self._config.block_size
+        found = [queues.find(number) for number in rows.sequences]
+        ends = (rows.starts + 1).tolist()
+        if queues.kept:
+            for sequence, end in zip(found, ends, strict=True):
+                if sequence is not None and sequence.number in queues.kept:
+                    for passed in self.hooks.on_passed:
+                        passed(sequence, end)
+        for notice in self.hooks.on_computed:
+            notice()
+        events = self._end_unsound_rows(found, output)
+        plain = output.tokens
+        for place, sequence in enumerate(found):
+            if sequence is None or sequence.answer.finish_reason is not None:
+                continue
+            lease, end = sequence.lease, ends[place]
+            assert lease is not None
+            sequence.num_computed, sequence.settled_blocks = end, (end - 1) // size
+            if not self._cache.advance(lease, sequence.keys, end):
+                self._publish(sequence, end, _NO_RECORDS)
+            if plain is not None:
+                delta = sequence.accept_id(plain[place])
+            else:
+                delta = sequence.accept(output.sampled[sequence.number][0])
+            if delta.finish_reason is not None:
+                for report in self.hooks.report_last:
+                    delta = report(sequence, delta)
+                self._finish(sequence)
+            events.append((sequence.group, delta))
+        return events
+
+    def _end_unsound_rows(self, found: Rows[Sequence | None], output: StepOutput) -> list[Event]:
+        """Do as `_end_unsound` does, for a step of rows."""
+        events: list[Event] = []
+        for sequence in found if output.unsound else ():
+            if sequence is not None and sequence.answer.finish_reason is None:
+                events += self._end_if_unsound(sequence, {sequence.number}, output)
+        return events
 
     def _commit_last_tokens(self, rows: list[StepRow]) -> None:
         """Commit the last tokens of answers that had ended before, and have them published before
@@ -161,7 +225,11 @@ class Scheduler:
         assert sequence.lease is not None
         sequence.num_computed = end
         sequence.settled_blocks = item.start // self._config.block_size
-        records = self._records.get(item.sequence, _NO_RECORDS)
+        self._publish(sequence, end, self._records.get(item.sequence, _NO_RECORDS))
+
+    def _publish(self, sequence: Sequence, end: int, records: TokenRecords) -> None:
+        """Publish a sequence's tokens before position `end`."""
+        assert sequence.lease is not None
         self._cache.commit(
             sequence.lease,
             sequence.keys,
@@ -201,14 +269,21 @@ class Scheduler:
         events: list[Event] = []
         for sequence, item in rows if output.unsound else ():
             told = {item.sequence, *(task.sequence for task in item.samples)}
-            if output.unsound.isdisjoint(told) or sequence.answer.finish_reason is not None:
-                continue
-            self.num_unsound += 1
-            for choice in sequence.group.sequences:
-                if choice in self.running:
-                    self.queues.restart(choice)
-            events += self.end(sequence.group, NotANumberError.of("the model"))
+            if sequence.answer.finish_reason is None:
+                events += self._end_if_unsound(sequence, told, output)
         return events
+
+    def _end_if_unsound(
+        self, sequence: Sequence, told: set[int], output: StepOutput
+    ) -> list[Event]:
+        """End a sequence's request if the results of one of the sequences `told` are no numbers."""
+        if output.unsound.isdisjoint(told):
+            return []
+        self.num_unsound += 1
+        for choice in sequence.group.sequences:
+            if choice in self.running:
+                self.queues.restart(choice)
+        return self.end(sequence.group, NotANumberError.of("the model"))
 
     def _finish(self, sequence: Sequence) -> None:
         """Remove a sequence whose answer has ended, unless a feature keeps what it holds."""
@@ -234,6 +309,9 @@ class Scheduler:
         alone. A sequence that fails alone is ended with the error. Drafts do not write the row
         itself: if the row's content is known, the sequence continues from it.
         """
+        self._committed, self.queues.ahead = None, frozenset()
+        if plan.rows is not None:
+            plan = self._of_slices(plan.rows)
         self._media.abandon_step()
         ending = self.queues.kept.keys() & {item.sequence for item in plan.slices}
         for notice in self.hooks.on_failed:
@@ -269,6 +347,11 @@ class Scheduler:
             self.queues.restart(sequence)
         self.queues.forget_row_copies()
         return []
+
+    def _of_slices(self, rows: DecodeRows) -> StepPlan:
+        """Return a step of rows as one of slices, without those that are void."""
+        slices = rows.slices(self._config.block_size)
+        return StepPlan(tuple(each for each in slices if self.queues.find(each.sequence)))
 
     def _keeps_row(self, item: Slice, rows: RowsAfter) -> bool:
         """Return True if a sequence of a failed step keeps its state row. Only verify slices leave

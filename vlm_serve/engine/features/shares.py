@@ -183,12 +183,16 @@ class Shares:
         """Charge the tokens of a step; those of a leader in equal parts to it and its followers."""
         if self._alone:
             return
-        for item in plan.slices:
-            if item.sequence in self._of:  # else it is the last token of an answer that has ended
-                payers = self._payers(self._queues[item.sequence])
-                part = (item.end - item.start) / len(payers)
+        for number, count in plan.tokens_by_sequence():
+            if number in self._of:  # else it is the last token of an answer that has ended
+                payers = self._payers(self._queues[number])
+                part = count / len(payers)
                 for account in payers:
                     account.used += part / account.tenant.weight
+
+    def may_extend(self, blocks: int, rows: int) -> str:
+        """Return "shares" if somebody may have to give up a seat."""
+        return "" if self._alone or not self._queues.waiting else "shares"
 
     def take_turns(self, running: Rows[Sequence], waiting: Rows[Sequence]) -> Iterable[Sequence]:
         """Return running sequences, and waiting ones if any are given, in the order of their

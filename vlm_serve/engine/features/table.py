@@ -103,7 +103,9 @@ def _replays(scheduler: Scheduler, options: Options) -> Replays:
 
 
 def _fetching(scheduler: Scheduler, options: Options) -> Fetching | None:
-    return None if options.fetcher is None else Fetching(options.fetcher, scheduler.hooks)
+    if options.fetcher is None:
+        return None
+    return Fetching(options.fetcher, scheduler.hooks, scheduler.queues.cache)
 
 
 def _shares(scheduler: Scheduler, options: Options) -> Shares:

@@ -37,6 +37,11 @@ class Unread:
                     self._queues.preempt(sequence)
         return 0
 
+    def may_extend(self, blocks: int, rows: int) -> str:
+        """Return "unread" if a held sequence is to give up its seat."""
+        held = (each.number in self._held for each in self._queues.running)
+        return "unread" if self._held and any(held) else ""
+
     def is_busy(self) -> bool:
         """Return True while a client has to read first."""
         return bool(self._held)

@@ -70,6 +70,20 @@ class Answer:
             flags[list(params.allowed_token_ids)] = True
             self._allowed = np.packbits(flags, bitorder="little")
 
+    @property
+    def uncertain(self) -> str:
+        """Which rule needs the last token to say what may come next; "" if none does."""
+        if self.grammar is not None:
+            return "grammar"
+        if self.thought is not None and self.thought.has_budget:
+            return "thinking budget"
+        return "bad words" if self._bad_words else ""
+
+    @property
+    def is_limited(self) -> bool:
+        """True if rules limit what comes next, now or later."""
+        return self._allowed is not None or self._min_tokens > 0
+
     def tokens_left(self, count: int) -> int:
         """Return how many tokens may follow the answer's first `count`."""
         return self._max_tokens - count

@@ -79,6 +79,9 @@ class Detokenizer:
         return self._release(self._stop if check_stop else (), final=True)
 
     def _release(self, stops: tuple[str, ...], *, final: bool) -> tuple[str, str | None]:
+        if not stops and not final:
+            text, self._held = self._held, ""
+            return text, None
         if stops:
             hits = [(self._held.find(s), s) for s in stops if s in self._held]
             if hits:

@@ -3,6 +3,7 @@ process boundary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,8 @@ import torch
 from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.records import LogprobRows
 from vlm_serve.sampling_params import SamplingParams
+
+Column = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,92 @@ class PartialFold(NamedTuple):
     updates: int
 
 
+class ChangedBlocks(NamedTuple):
+    """Physical KV `blocks` that replace a sequence's table from entry `first` on; `place` is the
+    sequence's among the rows."""
+
+    place: int
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """One decode token of each of many sequences, a column for each kind of number.
+
+    A step that only extends the one before consists of these: nothing of it is built sequence by
+    sequence. All columns have an entry for each sequence, in the same order.
+
+    Attributes:
+        sequences: their numbers; the same object as in the step before if they are the same.
+        starts: int64, positions of the tokens.
+        positions: int64, number of tokens generated before the sampled ones.
+        state_rows: int32, state rows to start from and to leave the state in; -1 without state.
+        tokens: int64, their ids. None: what the step before samples for the sequence, which the
+            host may not know yet.
+        blocks: of the sequences whose tables have grown or changed.
+        snapshots: (place, row) of second rows for the state behind a token.
+        masks: (place, `SampleTask.mask`, `SampleTask.unbiased`) of sampled tokens that are limited.
+        adapters: slots of adapters; None if there is none.
+    """
+
+    sequences: tuple[int, ...]
+    starts: Column
+    positions: Column
+    state_rows: Column
+    tokens: Column | None
+    blocks: tuple[ChangedBlocks, ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
+    masks: tuple[tuple[int, bytes | None, bool], ...] = ()
+    adapters: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def tasks(self) -> list[SampleTask]:
+        """Return what is sampled, in the order of the rows."""
+        masks = {place: (mask, unbiased) for place, mask, unbiased in self.masks}
+        return [
+            SampleTask(number, position, *masks.get(place, (None, False)))
+            for place, (number, position) in enumerate(
+                zip(self.sequences, self.positions.tolist(), strict=True)
+            )
+        ]
+
+    def slices(self, block_size: int, known: Mapping[int, int] | None = None) -> tuple[Slice, ...]:
+        """Return the same as slices.
+
+        Args:
+            block_size: tokens per KV block.
+            known: ids by sequence, where `tokens` is None; without them they are 0.
+        """
+        changed = {place: (first, blocks) for place, first, blocks in self.blocks}
+        snapshots, own = dict(self.snapshots), self.tokens
+        starts, rows = self.starts.tolist(), self.state_rows.tolist()
+        slices = []
+        for place, (task, start, row) in enumerate(zip(self.tasks(), starts, rows, strict=True)):
+            first_block, blocks = changed.get(place, (start // block_size + 1, ()))
+            token = (known or {}).get(task.sequence, 0) if own is None else int(own[place])
+            slices.append(
+                Slice(
+                    sequence=task.sequence,
+                    kind="decode",
+                    token_ids=(token,),
+                    start=start,
+                    end=start + 1,
+                    src_row=row,
+                    dst_row=row,
+                    first_block=first_block,
+                    blocks=blocks,
+                    write_start=0,
+                    snapshots=((start + 1, snapshots[place]),) if place in snapshots else (),
+                    samples=(task,),
+                    adapter=-1 if self.adapters is None else self.adapters[place],
+                )
+            )
+        return tuple(slices)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step.
@@ -169,6 +258,8 @@ class StepPlan:
 
     If `skip_mtp` is set, the model's MTP layer does not read this step's tokens; then no slice is a
     prefill.
+
+    A plan with `rows` only extends the step before, and has nothing else.
     """
 
     slices: tuple[Slice, ...]
@@ -180,10 +271,20 @@ class StepPlan:
     recalled: tuple[Recalled, ...] = ()
     skip_mtp: bool = False
     partial_folds: tuple[PartialFold, ...] = ()
+    rows: DecodeRows | None = None
 
     @property
     def num_tokens(self) -> int:
+        if self.rows is not None:
+            return len(self.rows)
         return sum(item.end - item.start for item in self.slices)
+
+    def tokens_by_sequence(self) -> Iterator[tuple[int, int]]:
+        """Yield (sequence, number of its tokens)."""
+        for number in self.rows.sequences if self.rows is not None else ():
+            yield number, 1
+        for item in self.slices:
+            yield item.sequence, item.end - item.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +315,8 @@ class StepOutput:
         awaited: False if a GPU may still be computing: nothing was read back from it.
         unsound: sequences whose logits, or what is asked of them, are no finite numbers; what else
             is here of them means nothing.
+        tokens: for a plan with rows of which nothing else is asked: the sampled ids, in their
+            order, in place of `sampled`.
     """
 
     sampled: dict[int, tuple[SampledToken, ...]]
@@ -222,3 +325,4 @@ class StepOutput:
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     awaited: bool = True
     unsound: frozenset[int] = frozenset()
+    tokens: list[int] | None = None

@@ -8,6 +8,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.requests.answer import Answer
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
@@ -57,7 +60,9 @@ class SequenceGroup:
 
     @property
     def usage(self) -> Usage:
-        generated = sum(sequence.num_generated for sequence in self.sequences)
+        generated = 0
+        for sequence in self.sequences:  # for every token: no function is called
+            generated += len(sequence.token_ids) - sequence.num_given
         return Usage(
             len(self.request.prompt),
             generated,
@@ -89,6 +94,7 @@ class Sequence:
             length each time the sequence starts from shared entries, so recomputed tokens count as
             prompt; with `CacheConfig.exact_only` it is the prompt's, and decode steps compute the
             answer's tokens again.
+        num_given: tokens of its prompt.
         settled_blocks: number of entries of the lease's table that the executor has and that will
             not change; valid from the lease's first commit.
         snapshot_positions: cut points at which a state snapshot is wanted, with their kind.
@@ -119,6 +125,7 @@ class Sequence:
             number, prompt.token_ids, prompt.positions, prompt.rope_delta, params, seed + index
         )
         self.token_ids = list(prompt.token_ids)
+        self.num_given = len(self.token_ids)
         self.keys = prompt.keys.fork(secrets.token_bytes(KEY_BYTES) if request.cold else None)
         self.num_cached = 0
         self.num_computed = 0
@@ -143,7 +150,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.info.token_ids)
+        return len(self.token_ids) - self.num_given
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -164,6 +171,21 @@ class Sequence:
     def replaying(self) -> bool:
         """True while forced tokens remain."""
         return bool(self.forced) and self.num_generated < len(self.forced)
+
+    @property
+    def uncertain(self) -> str:
+        """Return what of its next slice follows from the results of the last one, beside the token
+        itself; "" if nothing does."""
+        params = self.info.params
+        if self.replaying:
+            return "replay"
+        if self.pending:
+            return "drafts"
+        if params.return_routed_experts:
+            return "routed experts"
+        if params.presence_penalty or params.frequency_penalty:
+            return "penalties"
+        return "penalties" if (params.repetition_penalty or 1) != 1 else self.answer.uncertain
 
     def check_lengths(self) -> None:
         assert 0 <= self.num_cached <= self.num_computed <= self.num_tokens
@@ -200,20 +222,30 @@ class Sequence:
 
     def accept(self, sampled: SampledToken) -> Delta:
         """Append a sampled token, decide whether the choice ends, and return the increment."""
-        token, answer, group = sampled.token_id, self.answer, self.group
+        logprobs = (sampled.logprobs,) if self.request.params.logprobs is not None else ()
+        return self.accept_id(sampled.token_id, logprobs, sampled.vector)
+
+    def accept_id(
+        self,
+        token: int,
+        logprobs: tuple[dict[int, float], ...] = (),
+        vector: npt.NDArray[np.float32] | None = None,
+    ) -> Delta:
+        """Do as `accept` does, with the parts of a sampled token."""
+        answer, group = self.answer, self.group
         self.token_ids.append(token)
-        self.keys.extend((token,))
-        text = answer.accept(token, self.num_generated)
+        self.keys.append(token)
+        text = answer.accept(token, len(self.token_ids) - self.num_given)
         if self.request.next_turn is not None:
             self.texts.append(text)
         return Delta(
             index=self.index,
             text=text,
             token_ids=(token,),
-            logprobs=(sampled.logprobs,) if self.request.params.logprobs is not None else (),
+            logprobs=logprobs,
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
             usage=group.usage,
             cache_report=group.report,
-            vector=sampled.vector,
+            vector=vector,
         )

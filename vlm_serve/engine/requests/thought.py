@@ -61,6 +61,11 @@ class ThoughtState:
         self._tail = b""
 
     @property
+    def has_budget(self) -> bool:
+        """True if it may have to end before it ends itself."""
+        return self._budget is not None
+
+    @property
     def forced(self) -> int | None:
         """The only token that may come next; None if any may."""
         if self._budget is None or self._place != "inside" or self._count < self._budget:

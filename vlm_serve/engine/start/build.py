@@ -246,6 +246,7 @@ def _assemble(
         cache=cache,
         media=media,
         tiers=tiers,
+        degraded=graphs.problem,
     )
 
 
@@ -268,6 +269,7 @@ def _executor(
         graphs=graphs.steps,
         draft_graphs=graphs.drafts,
         tower_graphs=graphs.tower,
+        ahead=bool(graphs.steps),
     )
 
 
@@ -414,6 +416,7 @@ def _scheduler_config(
         chunk_size=config.gdn_chunk_size,
         state_interval=config.state_interval_blocks * block_size,
         decode_state_interval=config.prefix_cache_decode_state_interval,
+        extends_steps=True,
         reported_tokens=reported_tokens(config, model),
         complete_experts=config.expert_replay == "complete",
         speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,

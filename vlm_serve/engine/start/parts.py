@@ -23,7 +23,7 @@ from vlm_serve.preprocess.prepare import Preprocessor
 @dataclass(frozen=True)
 class EngineParts:
     """Components of an engine. `config` has its defaults filled in. `steps` is None where it is not
-    measured."""
+    measured. `degraded`: why steps are much slower than they could be."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -40,3 +40,4 @@ class EngineParts:
     media: MediaPlanner
     tiers: Tiers | None = None
     steps: StepMemory | None = None
+    degraded: str | None = None

@@ -164,9 +164,10 @@ class DraftGraphs:
             buffers = DraftBuffers(size, room, ring, on, memory)
             return buffers, self._captured(buffers, later=later)
 
-        self._first = largest_first(sizes, partial(captured, later=False))
+        name = "a draft pass of {}"
+        self._first = largest_first(sizes, partial(captured, later=False), name)
         single = [size for size in sizes if size.room == 1]
-        self._later = largest_first(single, partial(captured, later=True))
+        self._later = largest_first(single, partial(captured, later=True), name)
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, before: torch.Tensor) -> ForwardOutput | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.core.executor import ExecutorLostError, RowsAfter, StepError
 from vlm_serve.engine.features.drafts.measuring import measure_passes, measure_plain, measure_rows
 from vlm_serve.engine.requests.plan import (
+    DecodeRows,
     Encode,
     SampledToken,
     SampleTask,
@@ -28,7 +31,16 @@ from vlm_serve.engine.steps.batching import KnownSequence, make_batch
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
 from vlm_serve.engine.steps.mtp_runner import MtpRunner
 from vlm_serve.engine.steps.prompt_rows import logprob_rows
-from vlm_serve.engine.steps.sampler import UNSOUND, sample
+from vlm_serve.engine.steps.row_columns import RowColumns
+from vlm_serve.engine.steps.sampler import (
+    UNSOUND,
+    Chosen,
+    SequenceSampler,
+    best_rows,
+    choose_tasks,
+    sample,
+    to_device,
+)
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs
@@ -40,6 +52,8 @@ from vlm_serve.models import Model
 from vlm_serve.models.adapters import Adapter
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
+
+_T = TypeVar("_T")
 
 
 def _detached(rows: torch.Tensor) -> torch.Tensor:
@@ -65,6 +79,7 @@ class LocalExecutor:
         graphs: run the steps that they accept, instead of the model's forward.
         draft_graphs: likewise for passes of the MTP layer.
         tower_graphs: likewise for the vision tower.
+        ahead: a step may be queued before the output of the one before it is read.
     """
 
     def __init__(
@@ -77,7 +92,9 @@ class LocalExecutor:
         graphs: tuple[StepGraphs, ...] = (),
         draft_graphs: DraftGraphs | None = None,
         tower_graphs: TowerGraphs | None = None,
+        ahead: bool = False,
     ) -> None:
+        self.steps_ahead = int(ahead)
         self.pages: Transfer = TensorTransfer(caches)
         self.model_seconds = 0.0
         self._model = model
@@ -91,6 +108,11 @@ class LocalExecutor:
         self._mtp = MtpRunner(model, caches, block_size, draft_graphs) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
         self._adapters: dict[int, AdapterChanges] = {}
+        self._under_way = deque[tuple[Callable[[], StepOutput] | Exception, RowsAfter]]()
+        self._columns: RowColumns | None = None
+        self._ids = torch.zeros(0, dtype=torch.int64, device=caches.device)
+        self._sampled: tuple[int, ...] = ()
+        """The tokens that the last step samples, on the device, and their sequences."""
 
     def register(self, info: SequenceInfo) -> None:
         self._known[info.sequence] = KnownSequence(info)
@@ -122,22 +144,156 @@ class LocalExecutor:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Run a step, see `Executor.run`."""
-        self._rows = "whole"
+        self.submit(plan)
+        return self.collect()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step, see `Executor.submit`."""
+        self._rows, read = "whole", None
         try:
             with self._guard():
-                computed = self._compute(plan)
-                if computed is None:
-                    return StepOutput({}, awaited=self._on_host)
-                return self._output(plan, *computed)
+                read = self._begin(plan)
+        except Exception as error:
+            self._under_way.append((error, self._rows))
+        else:
+            self._under_way.append((read, self._rows))
+
+    def collect(self) -> StepOutput:
+        """Return the output of the oldest step, see `Executor.collect`."""
+        begun, rows = self._under_way.popleft()
+        try:
+            if isinstance(begun, Exception):
+                raise begun
+            with self._guard():
+                return begun()
         except Exception as error:
             if lost := after_failure(error, self._caches.device):
                 raise ExecutorLostError(lost) from error
-            raise StepError(error, self._rows) from error
+            raise StepError(error, rows) from error
+
+    def _begin(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Queue a step, or run it. Return a function that waits for its output."""
+        if plan.rows is not None:
+            return self._begin_rows(plan.rows)
+        computed = self._compute(plan)
+        if computed is None:
+            empty = StepOutput({}, awaited=self._on_host)
+            return lambda: empty
+        output, packed, rows = computed
+        tasks = [task for item in packed for task in item.samples]
+        if tasks and self._queues(packed, output):
+            sequences = tuple([task.sequence for task in tasks])
+            samplers = {number: self._known[number].sampler for number in sequences}
+            wait = self._begin_sampling(output.logits, sequences, tasks, samplers, rows)
+            return lambda: _sampled_output(sequences, wait())
+        self._sampled = ()  # nothing of it stays on the device for the next step
+        result = self._output(plan, *computed)
+        return lambda: result
+
+    def _queues(self, packed: Sequence[Slice], output: ForwardOutput) -> bool:
+        """Return True if all that the host wants of a step is sampled without a wait."""
+        return bool(
+            self.steps_ahead
+            and self._mtp is None
+            and self._model.pooled is None
+            and output.experts is None
+            and all(
+                item.kind != "verify"
+                and item.reported_end <= item.reported_start
+                and all(task.forced is None for task in item.samples)
+                for item in packed
+            )
+        )
+
+    def _compute_rows(self, rows: DecodeRows) -> tuple[ForwardOutput, RowColumns]:
+        """Run the forward of a step that only extends the one before."""
+        self.model_seconds, columns = 0.0, self._columns
+        if columns is None or columns.numbers != rows.sequences:
+            columns = self._columns = RowColumns(rows, self._known, self._block_size)
+        batch = columns.batch(rows, self._adapters)
+        if rows.tokens is None:
+            batch = replace(batch, sampled=self._sampled_before(rows.sequences))
+        if self._deterministic:
+            batch = replace(batch, deterministic=True)
+        begin = time.perf_counter()
+        self._rows = "mixed"
+        output = self._forward(batch)
+        self._rows = "folded"
+        self.model_seconds += time.perf_counter() - begin
+        return output, columns
+
+    def _begin_rows(self, rows: DecodeRows) -> Callable[[], StepOutput]:
+        """Begin a step that only extends the one before."""
+        output, columns = self._compute_rows(rows)
+        sequences, places = rows.sequences, range(len(rows))
+        plain = columns.is_plain and not rows.masks
+        if self.steps_ahead:
+            tasks, samplers = [] if plain else rows.tasks(), columns.samplers
+            wait = self._begin_sampling(output.logits, sequences, tasks, samplers, places)
+            return lambda: _sampled_output(sequences, wait(), rows=True)
+        if plain:
+            tokens = best_rows(output.logits, output.best)
+            result = StepOutput({}, tokens=tokens, unsound=_unsound_ids(sequences, tokens))
+        else:
+            sampled = sample(output.logits, rows.tasks(), columns.samplers, places, output.best)
+            result = StepOutput(sampled, unsound=_unsound(sampled))
+        return lambda: result
+
+    def _sampled_before(self, sequences: tuple[int, ...]) -> torch.Tensor:
+        """Return the tokens that the step before samples for some of its sequences, on the
+        device."""
+        if sequences is self._sampled or sequences == self._sampled:
+            return self._ids[: len(sequences)]
+        place = {number: index for index, number in enumerate(self._sampled)}
+        sources = torch.tensor([place[number] for number in sequences])
+        sources = to_device(sources, self._caches.device)
+        ids, target = self._ids, torch.empty_like(sources)
+        self._later(lambda: torch.index_select(ids, 0, sources, out=target))
+        return target
+
+    def _begin_sampling(
+        self,
+        logits: torch.Tensor,
+        sequences: tuple[int, ...],
+        tasks: Sequence[SampleTask],
+        samplers: Mapping[int, SequenceSampler],
+        rows: Sequence[int],
+    ) -> Callable[[], Chosen]:
+        """Queue the sampling of tasks, one for each sequence, or of the likeliest tokens if there
+        are none. The next step may begin with these tokens. Return a function that waits for
+        them."""
+        count = len(sequences)
+        if len(self._ids) < count:
+            self._ids = torch.zeros(count, dtype=torch.int64, device=self._caches.device)
+        ids, self._sampled = self._ids[:count], sequences
+
+        def choose() -> Chosen:
+            chosen = choose_tasks(logits, tasks, samplers, rows)
+            ids.copy_(chosen.tokens.clamp(min=0))  # of an unsound row there is no embedding
+            return chosen.mapped(_to_host)
+
+        return self._later(choose)
+
+    def _later(self, work: Callable[[], _T]) -> Callable[[], _T]:
+        """Queue work on the device. Return a function that waits until it is done and returns its
+        result."""
+        result = work()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def wait() -> _T:
+            done.synchronize()
+            return result
+
+        return wait
 
     def follow(self, plan: StepPlan) -> None:
         """Compute a step whose tokens another rank samples. Raise whatever the model raises."""
         with self._guard():
-            self._compute(plan)
+            if plan.rows is None:
+                self._compute(plan)
+            else:
+                self._compute_rows(plan.rows)
 
     def measure(
         self, *, most_sequences: int, most_tokens: int
@@ -174,7 +330,7 @@ class LocalExecutor:
     def _compute(self, plan: StepPlan) -> tuple[ForwardOutput, list[Slice], list[int]] | None:
         """Run the forward. Return its output, the slices in packed order, and the rows of the
         tasks' logits; None for a plan without slices."""
-        self.model_seconds = 0.0
+        self.model_seconds, self._columns = 0.0, None
         for item in plan.slices:
             self._known[item.sequence].take(item)
         for slot in plan.dropped_slots:
@@ -319,6 +475,37 @@ def _vectors(
         task.sequence: (SampledToken(0, {}, vector=host[row].copy()),)
         for task, row in zip(tasks, rows, strict=True)
     }
+
+
+def _sampled_output(
+    sequences: tuple[int, ...], chosen: Chosen, *, rows: bool = False
+) -> StepOutput:
+    """Return the output of a step that has only sampled a token for each of these sequences."""
+    if rows and chosen.ids is None:
+        tokens: list[int] = chosen.tokens.tolist()
+        return StepOutput({}, tokens=tokens, unsound=_unsound_ids(sequences, tokens))
+    found = zip(sequences, chosen.read(), strict=True)
+    sampled: dict[int, tuple[SampledToken, ...]] = {
+        number: (SampledToken(*one),) for number, one in found
+    }
+    unsound = _unsound(sampled)
+    return StepOutput(sampled | dict.fromkeys(unsound, (SampledToken(0, {}),)), unsound=unsound)
+
+
+def _to_host(found: torch.Tensor) -> torch.Tensor:
+    """Queue a copy to the host, which nobody reads before it has waited."""
+    if found.device.type == "cpu":
+        return found.clone()
+    host = torch.empty_like(found, device="cpu", pin_memory=True)
+    return host.copy_(found, non_blocking=True)
+
+
+def _unsound_ids(sequences: Sequence[int], tokens: Sequence[int]) -> frozenset[int]:
+    """Return the sequences of which no token can be sampled."""
+    if UNSOUND not in tokens:
+        return frozenset()
+    pairs = zip(sequences, tokens, strict=True)
+    return frozenset(number for number, token in pairs if token == UNSOUND)
 
 
 def _unsound(sampled: Mapping[int, Sequence[SampledToken]]) -> frozenset[int]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +104,18 @@ def _together(
             asked.append(sampler.row(logits[row], task))
     if not asked:
         return {}
-    chosen = choose_rows(asked)
+    chosen = choose_rows(asked).read()
     return {place: SampledToken(*one) for place, one in zip(places, chosen, strict=True)}
+
+
+def best_rows(logits: torch.Tensor, best: Sequence[int] | None) -> list[int]:
+    """Return the index of each row's maximum, `UNSOUND` where it is no number.
+
+    Args:
+        logits: float32 `[R, vocab]`.
+        best: the indices, if they are known; on the host.
+    """
+    return _best(logits) if best is None else _sound_ones(logits, np.asarray(best))
 
 
 def _best(logits: torch.Tensor) -> list[int]:
@@ -112,9 +123,7 @@ def _best(logits: torch.Tensor) -> list[int]:
     one NaN makes it, or infinite."""
     if logits.device.type == "cpu" and logits.numel() <= _FEW_LOGITS:
         return _sound_ones(logits, logits.numpy().argmax(-1))
-    found = torch.argmax(logits, dim=-1)
-    sound = logits.gather(1, found[:, None])[:, 0].isfinite()
-    return torch.where(sound, found, UNSOUND).tolist()
+    return _best_on_device(logits, range(len(logits))).tolist()
 
 
 def _sound_ones(logits: torch.Tensor, best: npt.NDArray[np.int64]) -> list[int]:
@@ -299,9 +308,85 @@ class SamplingRow:
     uniform: float
 
 
-def choose_rows(rows: Sequence[SamplingRow]) -> list[tuple[int, dict[int, float]]]:
-    """Return the token of each row and its requested log-probabilities; `UNSOUND` for a row with
-    NaN or infinity."""
+class Chosen(NamedTuple):
+    """Tokens of rows and their requested log-probabilities, on the device or on the host.
+
+    Attributes:
+        tokens: int64 `[R]`; `UNSOUND` for a row with NaN or infinity.
+        asked: rows whose log-probabilities are requested, each with their number.
+        ids, values: int64 and float32, of each such row: its token and the most likely ones; None
+            if there is no such row.
+    """
+
+    tokens: torch.Tensor
+    asked: tuple[tuple[int, int], ...] = ()
+    ids: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    def mapped(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Chosen:
+        """Return the same with copies of all tensors."""
+        ids, values = self.ids, self.values
+        return Chosen(
+            copy(self.tokens),
+            self.asked,
+            None if ids is None else copy(ids),
+            None if values is None else copy(values),
+        )
+
+    def read(self) -> list[tuple[int, dict[int, float]]]:
+        """Return token and report of each row; waits for a device."""
+        tokens: list[int] = self.tokens.tolist()
+        reports = [dict[int, float]() for _ in tokens]
+        if self.ids is not None and self.values is not None:
+            rows = zip(self.asked, self.ids.tolist(), self.values.tolist(), strict=True)
+            for (place, count), row_ids, row_values in rows:
+                for token, value in zip(row_ids[: 1 + count], row_values, strict=False):
+                    reports[place].setdefault(token, value)
+        return list(zip(tokens, reports, strict=True))
+
+
+def choose_tasks(
+    logits: torch.Tensor,
+    tasks: Sequence[SampleTask],
+    samplers: Mapping[int, SequenceSampler],
+    rows: Sequence[int],
+) -> Chosen:
+    """Sample a token for each task, none of which has a draft or a forced token, without a wait.
+
+    Args:
+        logits, samplers: see `sample`.
+        tasks: of the rows; none if each row's likeliest token is wanted.
+        rows: row of `logits` for each task.
+    """
+    plain = [
+        samplers[task.sequence].is_plain and task.mask is None and not task.unbiased
+        for task in tasks
+    ]
+    if all(plain):
+        return Chosen(_best_on_device(logits, rows))
+    places = [place for place, is_plain in enumerate(plain) if not is_plain]
+    chosen = choose_rows(
+        [samplers[tasks[place].sequence].row(logits[rows[place]], tasks[place]) for place in places]
+    )
+    if len(places) == len(tasks):
+        return chosen
+    tokens = _best_on_device(logits, rows)
+    tokens[_index(places, logits.device)] = chosen.tokens
+    asked = tuple([(places[place], count) for place, count in chosen.asked])
+    return chosen._replace(tokens=tokens, asked=asked)
+
+
+def _best_on_device(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return int64, the index of the maximum of each given row; `UNSOUND` if it is no number."""
+    found = torch.argmax(logits, dim=-1)
+    sound = logits.gather(1, found[:, None])[:, 0].isfinite()
+    found = torch.where(sound, found, UNSOUND)
+    in_order = len(rows) == len(logits) and all(map(int.__eq__, rows, range(len(rows))))
+    return found if in_order else found[_index(rows, logits.device)]
+
+
+def choose_rows(rows: Sequence[SamplingRow]) -> Chosen:
+    """Return the token of each row and its requested log-probabilities, without a wait."""
     changed = torch.stack([row.changed for row in rows])
     sound = changed.amax(-1).isfinite()  # The maximum of a row with NaN is NaN.
     logits = _masked(changed, [row.mask for row in rows])
@@ -314,14 +399,19 @@ def choose_rows(rows: Sequence[SamplingRow]) -> list[tuple[int, dict[int, float]
         drawn_tokens = draw_rows(drawn_logits, params, [row.uniform for row in chosen])
         tokens[_index(drawn, logits.device)] = drawn_tokens
     asked = [place for place, row in enumerate(rows) if row.params.logprobs is not None]
+    ended = torch.where(sound, tokens, UNSOUND)
     if not asked:
-        return [(token, {}) for token in torch.where(sound, tokens, UNSOUND).tolist()]
+        return Chosen(ended)
     logprobs = log_softmax(torch.stack([rows[place].raw for place in asked]))
     counts = [rows[place].params.logprobs or 0 for place in asked]
-    reports = _reports(logprobs, tokens[_index(asked, logits.device)], counts)
-    found_reports = dict(zip(asked, reports, strict=True))
-    tokens = torch.where(sound, tokens, UNSOUND)
-    return [(token, found_reports.get(place, {})) for place, token in enumerate(tokens.tolist())]
+    own = tokens[_index(asked, logits.device)][:, None]
+    values, ids = torch.topk(logprobs, min(max(counts), logprobs.shape[1]), dim=1)
+    return Chosen(
+        ended,
+        tuple(zip(asked, counts, strict=True)),
+        torch.cat((own, ids), 1),
+        torch.cat((logprobs.gather(1, own), values), 1),
+    )
 
 
 def draw_rows(
@@ -350,7 +440,7 @@ def draw_rows(
         )
         for row, count, draw in zip(params, kept, uniforms, strict=True)
     ]
-    numbers = torch.tensor(table, dtype=torch.float64).to(logits.device)
+    numbers = to_device(torch.tensor(table, dtype=torch.float64), logits.device)
     temperature, count, top_p, min_p, draws = numbers.unsqueeze(2).unbind(1)
     scaled = logits / temperature.float()
     most = max(kept)
@@ -387,26 +477,16 @@ def _masked(logits: torch.Tensor, masks: Sequence[bytes | None]) -> torch.Tensor
     for place in places:
         bits = np.frombuffer(masks[place] or b"", dtype=np.uint8)
         allowed[place] = np.unpackbits(bits, count=logits.shape[1], bitorder="little")
-    return logits.where(torch.from_numpy(allowed).to(logits.device), float("-inf"))
-
-
-def _reports(
-    logprobs: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]
-) -> list[dict[int, float]]:
-    """Return log-probabilities of each row's token and of its most likely ones."""
-    most = min(max(counts), logprobs.shape[1])
-    values, ids = torch.topk(logprobs, most, dim=1)
-    token_logprobs = logprobs.gather(1, tokens[:, None])
-    all_ids = torch.cat((tokens[:, None], ids), 1).tolist()
-    all_values = torch.cat((token_logprobs, values), 1).tolist()
-    reports = []
-    for count, row_ids, row_values in zip(counts, all_ids, all_values, strict=True):
-        report: dict[int, float] = {}
-        for token, value in zip(row_ids[: 1 + count], row_values, strict=False):
-            report.setdefault(token, value)
-        reports.append(report)
-    return reports
+    return logits.where(to_device(torch.from_numpy(allowed), logits.device), float("-inf"))
 
 
 def _index(places: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places).to(device)
+    return to_device(torch.tensor(places), device)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor's copy on a device, which nothing waits for: a pageable copy would wait
+    for all that is queued."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -23,7 +23,7 @@ from vlm_serve.engine.steps.adapter_table import AdapterTable, row_tables, write
 from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize
 from vlm_serve.engine.steps.step_tables import HostRing, StepTables, Table, TableMemory, Tables
 from vlm_serve.kernels.checks import MAX_CHUNK
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.triton_support import prefill_parts, query_tiles
 from vlm_serve.models.batch import ForwardBatch
 
@@ -79,7 +79,7 @@ class PrefillTables:
             columns += [(name.format(*form), count, padding) for name, padding in paddings]
         self.tables: Tables = {
             **{name: Table(torch.int32, (count,), padding) for name, count, padding in columns},
-            "block_tables": Table(torch.int32, (rows, limits.max_blocks)),
+            "block_tables": Table(torch.int32, (rows, limits.max_blocks), wide=True),
         }
 
     def meta(self, fixed: Mapping[str, torch.Tensor]) -> PrefillMeta:
@@ -114,8 +114,9 @@ class PrefillTables:
             table[: len(values)] = torch.tensor(values, dtype=table.dtype)
             if name in _OFFSETS:
                 table[len(values) :] = values[-1]
+        width = staged["block_tables"].shape[1]
         for row, used in enumerate(meta.block_tables):
-            staged["block_tables"][row].numpy()[: len(used)] = used
+            staged["block_tables"][row].numpy()[: len(used)] = used[:width]
 
 
 def _largest(size: StepSize, limits: SequenceLimits) -> PrefillMeta:
@@ -180,7 +181,7 @@ def place_tables(size: StepSize, limits: SequenceLimits, least: int = 1) -> dict
     attends to `least` keys, those that are hidden included."""
     return {
         "kv_lens": Table(torch.int32, (size.drafted * size.room,), least),
-        "block_tables": Table(torch.int32, (size.drafted, limits.max_blocks)),
+        "block_tables": Table(torch.int32, (size.drafted, limits.max_blocks), wide=True),
     }
 
 
@@ -199,6 +200,17 @@ def write_places(
         target = slice(first, first + run.stop - run.start)
         staged["kv_lens"][target] = torch.arange(start + 1, ends[-1] + 1)
     _write_blocks(staged["block_tables"], blocks, ends, limits, 0)
+
+
+def _columns(metas: Sequence[AnyMeta], limits: SequenceLimits) -> int:
+    """Return the columns of block tables that a step reads; at least one, for padding."""
+    used = [
+        meta.table.shape[1]
+        if isinstance(meta, DecodeMeta) and meta.table is not None
+        else max(-(-length // limits.block_size) for length in meta.kv_lens)
+        for meta in metas
+    ]
+    return max([1, *used])
 
 
 def _write_blocks(
@@ -312,10 +324,11 @@ class StepBuffers:
     def fill(self, batch: ForwardBatch | None) -> None:
         """Write a step that `accepts` allows, its tensors on the host; None writes padding
         alone."""
-        size, staged = self._size, self._tables.stage()
         decode, verify, prefill = (
             (None, None, None) if batch is None else (batch.decode, batch.verify, batch.prefill)
         )
+        metas = [] if batch is None else batch.metas
+        size, staged = self._size, self._tables.stage(_columns(metas, self._limits))
         decodes = 0 if decode is None else len(decode)
         runs = [(slice(0, decodes), 0)]
         packed = verify or prefill
@@ -353,7 +366,7 @@ class StepBuffers:
                 name: Table(torch.int32, (count,), fill)
                 for name, fill in zip(_PER_SEQUENCE, padding, strict=True)
             },
-            "block_tables": Table(torch.int32, (count, self._limits.max_blocks)),
+            "block_tables": Table(torch.int32, (count, self._limits.max_blocks), wide=True),
         }
 
     def _decode_meta(self, fixed: Mapping[str, torch.Tensor]) -> DecodeMeta:
@@ -374,6 +387,11 @@ class StepBuffers:
         if meta is not None:
             for name in _PER_SEQUENCE:
                 staged[name][: len(meta)] = torch.tensor(getattr(meta, name))
+        if meta is not None and meta.table is not None:
+            width = staged["block_tables"].shape[1]
+            staged["block_tables"][: len(meta)] = torch.from_numpy(meta.table[:, :width])
+            staged["block_tables"][len(meta) :, 0] = int(meta.table[0, 0])
+            return
         blocks, lengths = ((), ()) if meta is None else (meta.block_tables, meta.kv_lens)
         _write_blocks(staged["block_tables"], blocks, lengths, self._limits, instead)
 

@@ -24,6 +24,7 @@ from vlm_serve.engine.steps.step_tables import (
     Step,
     TableMemory,
     largest_first,
+    naming,
 )
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
@@ -121,7 +122,8 @@ class StepGraphs:
         def step() -> None:
             self._model.forward(batch, self._caches)
 
-        self._device.warm_up(step)
+        with naming(f"a step of {size}"):
+            self._device.warm_up(step)
         assert batch.prefill is not None
         return tile_forms(batch.prefill.tensors)
 
@@ -192,6 +194,8 @@ class StepGraphs:
         """Check the rows and blocks of a batch, run its captured step, and return the results."""
         batch.check(self._caches, self._num_rows)
         buffers.fill(batch)
+        if batch.sampled is not None:
+            self._device.move(buffers.batch.token_ids[: len(batch.sampled)], batch.sampled)
         step()
         hidden = None if self._hidden is None else self._hidden[: batch.token_ids.shape[0]]
         return ForwardOutput(self._logits[: batch.logit_rows.shape[0]], hidden=hidden)

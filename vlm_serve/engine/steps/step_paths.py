@@ -19,7 +19,7 @@ from vlm_serve.engine.steps.step_sizes import (
     prefill_sizes,
     verify_sizes,
 )
-from vlm_serve.engine.steps.step_tables import CudaGraphs, GraphDevice
+from vlm_serve.engine.steps.step_tables import CaptureError, CudaGraphs, GraphDevice
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs, patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
@@ -59,11 +59,13 @@ class Captured:
         steps: of steps.
         drafts: of passes of the MTP layer; None: without it, or without graphs.
         tower: of the vision tower; None: without one, or without graphs of it.
+        problem: why there are none although they were wanted.
     """
 
     steps: tuple[StepGraphs, ...] = ()
     drafts: DraftGraphs | None = None
     tower: TowerGraphs | None = None
+    problem: str | None = None
 
 
 def capture(
@@ -83,14 +85,16 @@ def capture(
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
         _log.warning("steps run without CUDA graphs: %s", error)
-        return Captured()
+        # Whoever asks for the engine's health need not hold a key: the rest is in the log.
+        step = error.step if isinstance(error, CaptureError) else "a step"
+        return Captured(problem=f"steps run without CUDA graphs: {step} could not be captured")
 
 
 def _capture(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
 ) -> Captured:
     assert config.block_size is not None
-    device, rows = CudaGraphs(), CapturedRows.of(config)
+    device, rows = CudaGraphs(caches.device), CapturedRows.of(config)
     limits: StepLimits = {
         "block_size": config.block_size,
         "max_model_len": max_model_len,

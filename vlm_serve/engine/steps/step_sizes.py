@@ -68,6 +68,14 @@ class StepSize:
     prompts: int = 0
     tokens: int = 0
 
+    def __str__(self) -> str:
+        parts = {
+            f"{self.decodes} decode tokens": self.decodes,
+            f"{self.drafted} times {self.room} tokens": self.drafted,
+            f"{self.tokens} prompt tokens": self.tokens,
+        }
+        return " and ".join(text for text, count in parts.items() if count)
+
     @property
     def rows(self) -> int:
         """Tokens, padding included."""
@@ -210,7 +218,7 @@ class CapturedRows:
         """
         prompts = self.prompt_logits + 1  # There is an empty sequence behind the prompts.
         rows = sets * (self.sequences + self.draft_tables) + prompts + self.passes
-        return 4 * rows * max_blocks
+        return 2 * 4 * rows * max_blocks  # as they are sent, and as they are read
 
     def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
         """Return the bytes of all results. Kinds of steps share theirs; passes of the MTP layer

@@ -8,7 +8,8 @@ and a buffer is reused only after its last copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -37,40 +38,83 @@ class GraphDevice(Protocol):
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 host memory from which `send` copies without waiting."""
 
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy within the device."""
+
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
         """Queue a copy to the device. Return a function that waits until the source has been
         read."""
 
 
-def largest_first(sizes: Sequence[Size], capture: Callable[[Size], Captured]) -> list[Captured]:
+class CaptureError(RuntimeError):
+    """A step cannot be captured.
+
+    Args:
+        step: its kind and size.
+        problem: what the driver or torch says.
+    """
+
+    def __init__(self, step: str, problem: RuntimeError) -> None:
+        super().__init__(f"{step}: {str(problem).partition(chr(10))[0]}")
+        self.step = step
+
+
+@contextmanager
+def naming(step: str) -> Iterator[None]:
+    """Raise RuntimeErrors of the block as the CaptureError of a step."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CaptureError(step, error) from error
+
+
+def largest_first(
+    sizes: Sequence[Size], capture: Callable[[Size], Captured], name: str = "a step of {}"
+) -> list[Captured]:
     """Capture steps of all sizes, given in ascending order, and return them in this order. The
-    largest is captured first: the others reuse its memory."""
-    return [capture(size) for size in reversed(sizes)][::-1]
+    largest is captured first: the others reuse its memory. `name` is theirs in a CaptureError."""
+    captured = []
+    for size in reversed(sizes):
+        with naming(name.format(size)):
+            captured.append(capture(size))
+    return captured[::-1]
 
 
 class CudaGraphs:
-    """Captures CUDA graphs with shared memory: only one of them runs at a time."""
+    """Captures CUDA graphs with shared memory: only one of them runs at a time.
 
-    def __init__(self) -> None:
+    torch's own stream for captures belongs to the process: to the device of its first capture, and
+    to one capture at a time. So each engine has one of its own. Warm-ups run there too, because
+    libraries keep their workspaces by stream.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, step: Step) -> None:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(self._stream)
 
     def capture(self, step: Step) -> Step:
         for _ in range(_WARM_UP):
             self.warm_up(step)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=CAPTURE_ERRORS):
+        with torch.cuda.graph(graph, self._pool, self._stream, CAPTURE_ERRORS):
             step()
         return graph.replay
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
         target.copy_(source, non_blocking=True)
@@ -80,11 +124,19 @@ class CudaGraphs:
 
 
 class Table(NamedTuple):
-    """A table, and what stands in it where a step has nothing to write."""
+    """A table, and what stands in it where a step has nothing to write. Of a wide one, a step
+    writes and reads the first columns alone."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     padding: int = 0
+    wide: bool = False
+
+    def narrowed(self, columns: int | None) -> Table:
+        """Return a wide table with fewer columns, and any other as it is; None: all columns."""
+        if not self.wide or columns is None:
+            return self
+        return self._replace(shape=(self.shape[0], min(columns, self.shape[1])))
 
 
 Tables = Mapping[str, Table]
@@ -98,6 +150,9 @@ _BUFFERS = 2
 """Number of host buffers: one is filled while the copy of the other waits, so the device always has
 a step."""
 
+_KEPT_LAYOUTS = 4
+"""Numbers of columns in use, of the latest steps, for which views of the memory are kept."""
+
 
 class HostRing:
     """Ring of host buffers for copies to the device; shared by steps of all sizes.
@@ -107,7 +162,7 @@ class HostRing:
     """
 
     def __init__(self, device: GraphDevice) -> None:
-        self._device = device
+        self.device = device
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
         self._reads: list[Step | None] = [None] * _BUFFERS
         self._next = 0
@@ -117,7 +172,7 @@ class HostRing:
         for place, buffer in enumerate(self._buffers):
             if buffer.numel() < num_bytes:
                 self._wait(place)
-                self._buffers[place] = self._device.host_memory(num_bytes)
+                self._buffers[place] = self.device.host_memory(num_bytes)
 
     def take(self) -> torch.Tensor:
         """Return the next buffer to fill; it holds the data of an earlier step."""
@@ -127,7 +182,7 @@ class HostRing:
     def send(self, target: torch.Tensor) -> None:
         """Queue the copy of the buffer returned by `take` to the device."""
         source = self._buffers[self._next][: target.numel()]
-        self._reads[self._next] = self._device.send(target, source)
+        self._reads[self._next] = self.device.send(target, source)
         self._next = (self._next + 1) % _BUFFERS
 
     def _wait(self, place: int) -> None:
@@ -159,7 +214,8 @@ class TableMemory:
 
 
 class StepTables:
-    """All tables of one captured step, in one piece.
+    """All tables of one captured step, in one piece. Of a wide table the columns in use are sent,
+    and spread over its rows on the device; what is behind them is of some step before.
 
     Args:
         parts: tables by part of the step.
@@ -178,40 +234,120 @@ class StepTables:
         device: torch.device,
         memory: TableMemory | None = None,
     ) -> None:
-        self._parts, self._ring = parts, ring
+        self._parts, self._ring, self._layout = parts, ring, _Layout(0, ())
+        self._layouts: dict[int | None, _Layout] = {}
         size = size_of(parts)
         with torch.inference_mode(False):
             ring.reserve(size)
             self._flat = (memory or TableMemory(device)).first(size)
-        self.fixed = self._carve(self._flat)
+        whole = _sent_bytes(parts, None)
+        self.fixed = _carve(parts, self._flat[:whole], wide=False)
+        for part, tables in _carve(parts, self._flat[whole:], wide=True).items():
+            self.fixed[part].update(tables)
 
-    def stage(self) -> Parts:
-        """Return host tables of padding, for a step to write over."""
-        staged = self._carve(self._ring.take())
-        for part, tables in self._parts.items():
-            for name, table in tables.items():
-                staged[part][name].fill_(table.padding)
+    def stage(self, columns: int | None = None) -> Parts:
+        """Return host tables of padding, for a step to write over.
+
+        Args:
+            columns: of wide tables, which have so many here; None: all.
+        """
+        self._layout, buffer = self._layout_of(columns), self._ring.take()
+        staged, empty = self._layout.staged_in(buffer, self._parts, columns)
+        for table, padding in empty:
+            table.fill_(padding)
         return staged
 
     def send(self) -> None:
         """Queue the copy of the tables returned by `stage` to the device."""
-        self._ring.send(self._flat)
+        self._ring.send(self._flat[: self._layout.num_bytes])
+        for target, source in self._layout.moves:
+            self._ring.device.move(target, source)
 
-    def _carve(self, flat: torch.Tensor) -> Parts:
-        carved: dict[str, dict[str, torch.Tensor]] = {}
-        place = 0
-        for part, tables in self._parts.items():
-            carved[part] = {}
+    def _layout_of(self, columns: int | None) -> _Layout:
+        """Return how tables of so many columns lie; few numbers of columns follow each other."""
+        layout = self._layouts.get(columns)
+        if layout is None:
+            if len(self._layouts) == _KEPT_LAYOUTS:
+                self._layouts.clear()
+            sent = _sent_bytes(self._parts, columns)
+            arrived = _carve(self._parts, self._flat[:sent], columns=columns)
+            moves = [
+                (self.fixed[part][name][:, : source.shape[1]], source)
+                for part, tables in arrived.items()
+                for name, source in tables.items()
+                if self._parts[part][name].wide
+            ]
+            layout = self._layouts[columns] = _Layout(sent, tuple(moves))
+        return layout
+
+
+class _Layout:
+    """How the tables of steps with one number of columns lie in memory.
+
+    Args:
+        num_bytes: bytes that are sent.
+        moves: (table, columns in use as they were sent) of wide tables, on the device.
+    """
+
+    def __init__(
+        self, num_bytes: int, moves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    ) -> None:
+        self.num_bytes, self.moves = num_bytes, moves
+        self._staged: dict[int, tuple[Parts, list[tuple[torch.Tensor, int]]]] = {}
+
+    def staged_in(
+        self, buffer: torch.Tensor, parts: Mapping[str, Tables], columns: int | None
+    ) -> tuple[Parts, list[tuple[torch.Tensor, int]]]:
+        """Return the tables in a host buffer, and each with its padding."""
+        place = buffer.data_ptr()  # what is kept keeps the memory: nothing else lies there
+        found = self._staged.get(place)
+        if found is None:
+            carved = _carve(parts, buffer[: self.num_bytes], columns=columns)
+            empty = [
+                (carved[part][name], table.padding)
+                for part, tables in parts.items()
+                for name, table in tables.items()
+            ]
+            found = self._staged[place] = carved, empty
+        return found
+
+
+def _carve(
+    parts: Mapping[str, Tables],
+    flat: torch.Tensor,
+    *,
+    columns: int | None = None,
+    wide: bool | None = None,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tables that lie in a piece of memory, one behind the other; wide ones are last.
+
+    Args:
+        columns: of wide tables; None: all.
+        wide: only those; False: only the others; None: all.
+    """
+    carved: dict[str, dict[str, torch.Tensor]] = {part: {} for part in parts}
+    place = 0
+    for kind in (False, True):
+        for part, tables in parts.items():
             for name, table in tables.items():
+                table = table.narrowed(columns)
+                if table.wide is not kind or wide not in (None, kind):
+                    continue
                 end = place + torch.Size(table.shape).numel() * table.dtype.itemsize
                 carved[part][name] = flat[place:end].view(table.dtype).view(table.shape)
                 place += _num_bytes(table)
-        return carved
+    return carved
 
 
 def size_of(parts: Mapping[str, Tables]) -> int:
-    """Return the bytes of a step's tables."""
-    return sum(_num_bytes(table) for part in parts.values() for table in part.values())
+    """Return the bytes of a step's tables; wide ones lie there as sent and as read."""
+    tables = [table for part in parts.values() for table in part.values()]
+    return sum(_num_bytes(table) * (1 + table.wide) for table in tables)
+
+
+def _sent_bytes(parts: Mapping[str, Tables], columns: int | None) -> int:
+    tables = (table for part in parts.values() for table in part.values())
+    return sum(_num_bytes(table.narrowed(columns)) for table in tables)
 
 
 def _num_bytes(table: Table) -> int:

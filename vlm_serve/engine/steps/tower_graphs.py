@@ -65,7 +65,7 @@ class TowerGraphs:
         with torch.inference_mode(False):
             shape = sizes[-1] // tower.area, model.spec.embedding_width
             self._out = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        steps = largest_first(self._sizes, self._step)
+        steps = largest_first(self._sizes, self._step, "pictures of {} patches")
         self._steps = dict(zip(self._sizes, steps, strict=True))
 
     @torch.inference_mode()

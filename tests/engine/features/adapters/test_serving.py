@@ -70,10 +70,13 @@ def test_answers_are_those_of_the_unmerged_adapter(place: Path, compiled: bool) 
     assert len(set(map(tuple, got.values()))) == 3
 
 
-def test_answers_beside_each_other_have_the_bits_that_they_have_alone(place: Path) -> None:
+@pytest.mark.parametrize("speculative", ["auto", "off"])
+def test_answers_beside_each_other_have_the_bits_that_they_have_alone(
+    place: Path, speculative: str
+) -> None:
     names = ["", "text0", "text1", "text2", "text0", "", "sight", "text1"]
     prompts = [random_ids(30 + 7 * each, each) for each in range(len(names))]
-    options = config(place, "text0", "text1", "text2", "sight")
+    options = config(place, "text0", "text1", "text2", "sight", speculative=speculative)
     with Pipeline(place / "model", options) as pipe:
         alone = []
         for name, ids in zip(names, prompts, strict=True):

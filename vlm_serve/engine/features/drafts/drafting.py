@@ -205,6 +205,10 @@ class Drafting:
                 }
                 self._request_mtp_drafts(drafter, known)
 
+    def may_extend(self, blocks: int, rows: int) -> str:
+        """Return "drafts": which ones are verified follows from what was sampled."""
+        return "drafts"
+
     def on_learned(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Record the duration of a whole step, to find out whether the passes of the MTP layer pay.
         Steps with prompts are skipped: they say nothing about that."""

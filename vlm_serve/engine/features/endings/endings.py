@@ -114,6 +114,8 @@ class Ending:
         key: of the prefix that its state is expected to stand for.
         shared: tokens that the next turn shares; None while unknown.
         snapshot: what the row of the last token becomes, once that is planned.
+        ahead: that row is being computed, by a step that was planned before the answer had ended.
+        passed: it has been computed so.
     """
 
     sequence: Sequence
@@ -121,6 +123,8 @@ class Ending:
     key: bytes
     shared: int | None = None
     snapshot: Snapshot | None = None
+    ahead: bool = False
+    passed: bool = False
 
     @property
     def lease(self) -> Lease:
@@ -130,7 +134,7 @@ class Ending:
     @property
     def computes(self) -> bool:
         """True if the row of the last token is missing."""
-        return self.cut > self.lease.length
+        return self.cut > self.lease.length and not self.passed
 
 
 class Endings:
@@ -195,7 +199,7 @@ class Endings:
                 return True
         queues, ends = self._queues, self._queues.cache.answer_ends
         queues.keep(sequence)
-        ending = Ending(sequence, cut, key)
+        ending = Ending(sequence, cut, key, ahead=sequence.number in queues.ahead)
         if cut:
             ends.keep_row(ending.lease, cut, expected)
         else:
@@ -223,19 +227,37 @@ class Endings:
             updates = position - (item.start - sequence.pending)
             if not completes and (item.kind == "prefill" or updates <= 0):
                 continue
-            expected = self._expected(sequence)
-            if expected is None or not self._pays(sequence, expected):
-                continue
-            assert (lease := sequence.lease) is not None
-            row = queues.cache.answer_ends.trail(lease, position, expected)
+            row, lease = self.plan_boundary(sequence, position), sequence.lease
             if row is None:
                 continue
             if completes:
                 queues.planned[place] = replace(item, snapshots=((position, row),))
             else:
+                assert lease is not None
                 first = queues.first_update(sequence)
                 copies.append(PartialFold(lease.src_row, row, first, updates))
         queues.partial_folds = tuple(copies)
+
+    def plan_boundary(self, sequence: Sequence, position: int) -> int | None:
+        """Return the second row of a sequence for its state at a block boundary, if that may pay;
+        else None."""
+        expected = self._expected(sequence)
+        if expected is None or not self._pays(sequence, expected):
+            return None
+        assert (lease := sequence.lease) is not None
+        return self._queues.cache.answer_ends.trail(lease, position, expected)
+
+    def may_extend(self, blocks: int, rows: int) -> str:
+        """Return "ending" if a last token is to be computed."""
+        due = (each.shared is not None and not each.ahead for each in self._endings.values())
+        return "ending" if any(due) else ""
+
+    def on_passed(self, sequence: Sequence, end: int) -> None:
+        """Publish the state behind a last token, or keep it until it is known who shares it."""
+        ending = self._endings[sequence.number]
+        ending.ahead, ending.passed = False, end == ending.cut
+        if ending.passed and ending.shared is not None:
+            self._publish_passed(ending)
 
     def on_failed(self, plan: StepPlan) -> None:
         """Drop all of them, and free second rows that a failed step may have written: what they
@@ -267,6 +289,9 @@ class Endings:
                     ending.shared = ending.sequence.num_tokens
         left = room
         for ending in [e for e in self._endings.values() if e.shared is not None]:
+            if ending.passed:
+                self._publish_passed(ending)
+                continue
             if ending.computes and left <= 0:
                 continue
             left -= ending.computes
@@ -346,6 +371,8 @@ class Endings:
         by_token = answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
         if by_token and cuts and cuts[-1] == sequence.num_tokens == length + 1:
             return sequence.num_tokens
+        if sequence.number in self._queues.ahead:
+            return 0
         at_boundary = length % sequence.keys.block_size == 0
         return length if at_boundary and length > len(sequence.prompt) else 0
 
@@ -363,11 +390,14 @@ class Endings:
             return
         if ending.cut and ending.cut <= shared:
             ending.shared = shared
-            if not ending.computes and not sequence.pending:
+            if ending.passed:
+                self._publish_passed(ending)
+            elif not ending.computes and not sequence.pending:
                 self._publish_trailing(ending)
             return
         trailing = self._trailing(sequence)
-        if trailing is not None and trailing <= shared and (not ending.cut or ending.computes):
+        before_last = ending.computes or ending.passed
+        if trailing is not None and trailing <= shared and (not ending.cut or before_last):
             self._publish_trailing(ending)
             return
         self.reuse.forget(ending.key)
@@ -380,6 +410,20 @@ class Endings:
         return missing <= cache.available_block_count and cache.grow(ending.lease, ending.cut)
 
     # Ends
+
+    def _publish_passed(self, ending: Ending) -> None:
+        sequence, lease = ending.sequence, ending.lease
+        snapshot, cache = lease.reserved[ending.cut], self._queues.cache
+        cache.commit(
+            lease,
+            sequence.keys,
+            ending.cut,
+            exact_until=sequence.prefill_target,
+            answer_start=len(sequence.prompt),
+        )
+        sequence.num_computed = ending.cut
+        cache.answer_ends.supersede(snapshot)
+        self._close(ending)
 
     def _publish_trailing(self, ending: Ending) -> None:
         sequence = ending.sequence

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vlm_serve.cache.matching import Match
+from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.lookup import Segment
 from vlm_serve.engine.core.hooks import Admission, Hooks
@@ -24,10 +25,12 @@ class Fetching:
     Args:
         fetcher: decides what to load.
         hooks: features that are told when something has come.
+        cache: of the device.
     """
 
-    def __init__(self, fetcher: TierFetcher, hooks: Hooks) -> None:
+    def __init__(self, fetcher: TierFetcher, hooks: Hooks, cache: PrefixCache) -> None:
         self._fetcher = fetcher
+        self._cache = cache
         self._hooks = hooks
         self._fetched: dict[int, _Fetched] = {}
 
@@ -47,6 +50,12 @@ class Fetching:
             sequence.keys, match, match.limit, arrived, sequence.patience, least=least
         )
         return not sequence.fetching
+
+    def may_extend(self, blocks: int, rows: int) -> str:
+        """Return "tiers" if something has to be evicted, which is copied first."""
+        cache = self._cache
+        free = blocks <= cache.free_block_count and rows <= cache.free_row_count
+        return "" if free else "tiers"
 
     def on_matched(self, admission: Admission) -> None:
         """Report what has come, and what should have."""
