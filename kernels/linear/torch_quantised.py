@@ -16,8 +16,8 @@ from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
 from vlm_serve.kernels.linear.base import CHUNK_BYTES, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
+from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
-from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 from vlm_serve.kernels.norms import Normed
 
 
@@ -54,7 +54,7 @@ class TorchQuantised(Linear):
         return cls(stored(pieces, columns, depth, device), columns, depth, bias)
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
-        """Multiply; on a CPU `deterministic` pads as in TorchDense, for the same reasons."""
+        """Multiply; on a CPU `deterministic` pads as `fixed_product` does."""
         kind = torch.float32 if after.activation or after.times is not None else x.dtype
         if self._few(x, deterministic):
             # Its kernel adds `plus` itself.
@@ -131,21 +131,13 @@ def _expanded(
     Some rows at a time if it has a table: as a whole it would take up to sixteen times as much.
     """
     wide, rows = x.float(), len(weight.codes)
+    times = fixed_product if deterministic else F.linear
     step = rows if weight.table is None else max(MIN_COLUMNS, CHUNK_BYTES // (4 * weight.depth))
     parts = [
-        _times(wide, weight.plain(slice(first, first + step)), deterministic=deterministic)
-        for first in range(0, rows, step)
+        times(wide, weight.plain(slice(first, first + step))) for first in range(0, rows, step)
     ]
     result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return (result if bias is None else result + bias).to(out)
-
-
-def _times(x: torch.Tensor, plain: torch.Tensor, *, deterministic: bool) -> torch.Tensor:
-    if not deterministic:
-        return F.linear(x, plain)
-    columns = len(plain)
-    plain = plain if columns > 1 else with_rows(plain, MIN_COLUMNS)
-    return in_tiles(x, lambda rows, _: F.linear(rows, plain))[:, :columns]
 
 
 def _few_by_torch(

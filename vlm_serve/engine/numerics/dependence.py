@@ -63,6 +63,7 @@ _BY_NOTHING = {
         norms.triton:gated_rms_norm rope.triton:qk_norm_rope kv_write.triton:rotate_and_write
         kv_write.triton:write_kv elementwise.triton:silu_times elementwise.triton:times_sigmoid
         causal_conv.triton:causal_conv_prefill gated_delta.decoding_triton:gates""",
+    "one tile for all rows, with one order over K": "linear.fixed_triton:product",
     "parts of 2 048 keys at absolute positions, merged in their order": (
         "paged_attention.triton:attention_prefill"
     ),
@@ -80,8 +81,9 @@ _BY_NOTHING = {
         gated_delta.triton:verify_gated_delta gated_delta.triton:fold_gated_delta
         causal_conv.triton:causal_conv_decode causal_conv.triton:causal_conv_verify""",
 }
-OPS: Mapping[str, Dependence] = _BY_NUMBER | {
-    op: Dependence("nothing", why) for why, ops in _BY_NOTHING.items() for op in ops.split()
+OPS: Mapping[str, Dependence] = {
+    **_BY_NUMBER,
+    **{op: Dependence("nothing", why) for why, ops in _BY_NOTHING.items() for op in ops.split()},
 }
 """By the implementation's module in `kernels/` and its function; torch's by what they compute."""
 
