@@ -110,15 +110,6 @@ def _device_target(index: int) -> Target:
     return Target("cuda", 10 * major + minor)
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; of what is none, those of an H100."""
-    if device.type != "cuda":
-        return 132
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
 def needs_other_form(op: str, target: Target) -> bool:
     """Return True if a known fault of the installed Triton excludes an op's usual form there."""
     if target.backend != "cuda" or not isinstance(target.arch, int):

@@ -23,7 +23,9 @@ from vlm_serve.kernels.gated_delta import (
 )
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.kv_write import copy_kv_rows, rotate_and_write, write_kv
+from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
+from vlm_serve.kernels.linear.fixed import fixed_product
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
@@ -128,6 +130,14 @@ def _joined(shapes: Shapes) -> Iterator[Case]:
         yield f"few_rows {kind}", partial(few_rows, own, weight, around)
     own = partial(few_rows, x.float(), half(columns, shapes.hidden).float(), Around(norm, 1e-6))
     yield "few_rows fp32", own
+    x, plus = half(TOKENS, shapes.hidden), half(TOKENS, shapes.hidden)
+    wide = half(columns, shapes.hidden)
+    yield "fixed in", partial(fixed_product, CPU, x, wide)
+    after = Epilogue(plus=plus, overwrite=True)
+    own = partial(fixed_product, CPU, half(TOKENS, width), half(shapes.hidden, width))
+    yield "fixed out", partial(own, after=after)
+    yield "fixed sums", partial(own, kind=torch.float32)
+    yield "fixed fp32", partial(fixed_product, CPU, x.float(), wide.float())
     own = half(MOST_ROWS, shapes.hidden)
     yield "few_rows plain", partial(few_rows, own, half(shapes.hidden, shapes.hidden), Around())
 

@@ -71,14 +71,14 @@ ALLOWANCES = (
         spilled=900,
     ),
     Allowance(
-        r"attention bfloat16 on bfloat16: merge_kernel",
+        r"attention bfloat16 on bfloat16(, gated)?: merge_kernel",
         ("sm_89", "sm_100", "sm_120"),
         "A few of the sums that are read at once, at 78 to 85 registers.",
         spilled=32,
     ),
     Allowance(
         r"attention bfloat16 on \w+(, gated)?: decode_kernel",
-        ("sm_80", "sm_89", "sm_90", "sm_120"),
+        NVIDIA,
         "A few values that are the same in every part. The compiler keeps to 168 registers, for "
         "three programs, where it could have more; codes take all 255.",
         spilled=160,

@@ -34,7 +34,7 @@ def decode(batch: int, longest: int) -> Launch:
     tables = ((0,) * (longest // BLOCK),) * batch
     meta = DecodeMeta(tables, (longest,) * batch, rows, rows, rows)
     with record_launches(Target("cuda", 90)) as recorded:
-        attention_decode(queries, layer, meta, scale=1.0, deterministic=False)
+        attention_decode(queries, layer, meta, scale=1.0)
     return recorded[0]
 
 
@@ -44,7 +44,7 @@ def hit(start: int) -> Launch:
     blocks = (0,) * ((start + NEW) // BLOCK + 1)
     meta = PrefillMeta((0, NEW), (start,), (blocks,), (-1,), (-1,), ((NEW,),))
     with record_launches(Target("cuda", 90)) as recorded:
-        attention_prefill(queries, layer, meta, scale=1.0, deterministic=False)
+        attention_prefill(queries, layer, meta, scale=1.0)
     return recorded[0]
 
 

@@ -19,61 +19,29 @@ MIN_ROWS = 16
 MIN_COLUMNS = 16
 NOTHING = Epilogue()
 
-_GPU_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
-
-def fixed_product(
+def _by_torch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     after: Epilogue = NOTHING,
     kind: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute `x @ weight.T + bias` and what follows it; a row's bits depend on the row alone.
-
-    Args:
-        x: `[T, K]`, dense rows.
-        weight: `[N, K]` in the dtype of x, dense rows.
-        bias: `[N]` or None.
-        after: what follows.
-        kind: dtype of the result; None: that of x.
-
-    Returns:
-        `[T, N]`.
-    """
-    return _fixed(x.device, x, weight, bias, after, kind or x.dtype)
-
-
-def _by_torch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    after: Epilogue,
-    kind: torch.dtype,
-) -> torch.Tensor:
-    """Multiply whole tiles of 16 rows: in them a CPU's bits do not depend on the number of rows
-    (measured, float32 and bfloat16). One column would take a GEMV path: there are 16 then."""
+    """Compute `x @ weight.T + bias` and what follows it, `[T, N]`, in the dtype `kind` or that of
+    x; x and weight have dense rows. On a CPU whole tiles of 16 rows keep bits (measured, float32
+    and bfloat16), and one column would take a GEMV path."""
     rows, columns = len(x), len(weight)
     padded = max(1, -(-rows // MIN_ROWS)) * MIN_ROWS
     if columns == 1:
         weight = with_rows(weight, MIN_COLUMNS)
         bias = None if bias is None else with_rows(bias, MIN_COLUMNS)
+    kind = kind or x.dtype
     bias = None if bias is None else bias.to(kind)
     out = F.linear(with_rows(x, padded).to(kind), weight.to(kind), bias)
     return followed(out, after.of(lambda part: with_rows(part, padded)))[:rows, :columns]
 
 
-_fixed = Op(_by_torch, triton="vlm_serve.kernels.linear.fixed_triton:product")
-
-
-def on_kernels(device: torch.device) -> bool:
-    """Return True if a kernel computes fixed products on a device: its float32 sums are those that
-    it rounds."""
-    return _fixed.on_triton(device)
+fixed_product = Op(_by_torch, triton="vlm_serve.kernels.linear.fixed_triton:product")
 
 
 def followed(out: torch.Tensor, after: Epilogue) -> torch.Tensor:
@@ -84,6 +52,13 @@ def followed(out: torch.Tensor, after: Epilogue) -> torch.Tensor:
     if after.times is not None:
         out = out * after.times
     return out if after.plus is None else out + after.plus
+
+
+_GPU_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 def with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:

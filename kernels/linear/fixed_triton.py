@@ -17,12 +17,14 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.linear.base import Epilogue
-from vlm_serve.kernels.linear.fixed import followed
-from vlm_serve.kernels.triton_support import current_target, launch, multiprocessors
+from vlm_serve.kernels.linear.fixed import NOTHING, followed
+from vlm_serve.kernels.triton_support import current_target, launch
 from vlm_serve.kernels.triton_views import constants, dots
 from vlm_serve.kernels.triton_views import rows as rows_of
 from vlm_serve.kernels.tuning import NARROW_BELOW, tuned
 
+MULTIPROCESSORS = 132
+"""Of what is no GPU."""
 BAND = tl.constexpr(16)
 """Tiles of rows whose results are computed beside each other: their rows stay in the cache."""
 
@@ -42,9 +44,9 @@ def tile_of(dtype: torch.dtype, columns: int) -> FixedTile:
     target, narrow = current_target(), columns < NARROW_BELOW
     if dtype == torch.float32:
         return FixedTile(64, 32, 32, 4, 1 if target.backend == "hip" else 4)
-    if target.backend == "hip":
-        return FixedTile(128, 64 if narrow else 128, 64, 8, 1)
     usual = FixedTile(128, 64, 64, 4, 4) if narrow else FixedTile(128, 128, 64, 8, 4)
+    if target.backend == "hip":
+        return usual._replace(warps=8, stages=1)
 
     def shared(tile: Mapping[str, int]) -> int:
         """Return the bytes of 16-bit tiles in flight: three of four stages fill consumer cards."""
@@ -108,13 +110,13 @@ def _fixed_kernel(
 def product(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    after: Epilogue,
-    kind: torch.dtype,
+    bias: torch.Tensor | None = None,
+    after: Epilogue = NOTHING,
+    kind: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Multiply; a sum that follows is rounded once, with the product."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (rows, size), width, plus = x.shape, len(weight), after.plus
+    (rows, size), width, plus, kind = x.shape, len(weight), after.plus, kind or x.dtype
     if plus is not None and after.overwrite and plus.dtype == kind:
         out = plus
     else:
@@ -133,6 +135,9 @@ def product(
         "DOT": dots(x.dtype),
     }
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns)
-    grid = (min(tiles, multiprocessors(x.device)),)
+    programs = MULTIPROCESSORS
+    if x.device.type == "cuda":
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    grid = (min(tiles, programs),)
     launch(_fixed_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
     return followed(out, after._replace(plus=None))

@@ -180,7 +180,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply with bits that do not depend on the number of rows."""
     count = len(weight)
     wide = weight if count >= MIN_COLUMNS else with_rows(weight, MIN_COLUMNS)
-    return fixed_product(x, wide)[:, :count]
+    return fixed_product(x.device, x, wide)[:, :count]
 
 
 class RowChanges:

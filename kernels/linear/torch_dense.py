@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
-from vlm_serve.kernels.linear.fixed import fixed_product, followed, on_kernels
+from vlm_serve.kernels.linear.fixed import fixed_product, followed
 from vlm_serve.kernels.norms import Normed
 
 
@@ -47,7 +47,7 @@ class TorchDense(Linear):
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         if deterministic:
-            return fixed_product(x, self._weight, self._bias, after)
+            return fixed_product(x.device, x, self._weight, self._bias, after)
         if after.activation is None and after.times is None and self._few(x):
             around = Around(plus=after.plus, overwrite=after.overwrite)
             return few_rows(x, self._weight, around)
@@ -57,15 +57,6 @@ class TorchDense(Linear):
             by = self._weight.T
             return plus.addmm_(x, by) if after.overwrite else torch.addmm(plus, x, by)
         return followed(F.linear(x, self._weight, self._bias), after)
-
-    def with_sums(
-        self, x: torch.Tensor, after: Epilogue, deterministic: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not deterministic or not on_kernels(x.device):
-            return None
-        sums = fixed_product(x, self._weight, self._bias, kind=torch.float32)
-        rounded = (sums if after.plus is None else sums + after.plus).to(x.dtype, copy=True)
-        return followed(rounded, after._replace(plus=None)), sums
 
     def of_norm(
         self,
@@ -107,7 +98,7 @@ class TorchDense(Linear):
         if x.dtype == torch.float32:
             return self(x, deterministic=deterministic)
         if deterministic:
-            out = fixed_product(x, self._weight, kind=torch.float32)
+            out = fixed_product(x.device, x, self._weight, kind=torch.float32)
         elif x.device.type == "cpu":
             out = F.linear(x.float(), self._weight.float())
         else:

@@ -7,16 +7,17 @@ expands them to float32 and multiplies in it, whatever the dtype of the activati
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
+from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import CHUNK_BYTES, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
-from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product
+from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product, followed
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.norms import Normed
 
@@ -59,9 +60,9 @@ class TorchQuantised(Linear):
         if self._few(x, deterministic):
             # Its kernel adds `plus` itself.
             out = self._of_few(x, Around(plus=after.plus, overwrite=after.overwrite), kind)
-            return _followed(out, after._replace(plus=None)).to(x.dtype)
+            return followed(out, after._replace(plus=None)).to(x.dtype)
         kind = kind if after.plus is None else torch.float32
-        return _followed(self._of_many(x, kind, deterministic), after).to(x.dtype)
+        return followed(self._of_many(x, kind, deterministic), after).to(x.dtype)
 
     def with_sums(
         self, x: torch.Tensor, after: Epilogue, deterministic: bool
@@ -70,7 +71,7 @@ class TorchQuantised(Linear):
             sums = self._of_few(x, Around(), torch.float32)
         else:
             sums = self._of_many(x, torch.float32, deterministic)
-        return _followed(sums, after).to(x.dtype, copy=True), sums
+        return followed(sums, after).to(x.dtype, copy=True), sums
 
     def _few(self, x: torch.Tensor, deterministic: bool) -> bool:
         """Return True if a kernel for so few rows multiplies; it has other tiles than others."""
@@ -110,15 +111,6 @@ class TorchQuantised(Linear):
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
 
-def _followed(out: torch.Tensor, after: Epilogue) -> torch.Tensor:
-    """Add `plus` to float32 products, or apply an activation or a factor."""
-    if after.plus is not None:
-        return out + after.plus
-    if after.activation is not None:
-        return ACTIVATIONS[after.activation](out)
-    return out if after.times is None else out * after.times
-
-
 def _expanded(
     x: torch.Tensor,
     weight: Stored,
@@ -131,7 +123,7 @@ def _expanded(
     Some rows at a time if it has a table: as a whole it would take up to sixteen times as much.
     """
     wide, rows = x.float(), len(weight.codes)
-    times = fixed_product if deterministic else F.linear
+    times = partial(fixed_product, x.device) if deterministic else F.linear
     step = rows if weight.table is None else max(MIN_COLUMNS, CHUNK_BYTES // (4 * weight.depth))
     parts = [
         times(wide, weight.plain(slice(first, first + step))) for first in range(0, rows, step)

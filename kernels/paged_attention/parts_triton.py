@@ -200,13 +200,10 @@ def attend_parts(
     """Attend from a tile of query rows of one key head to the parts of one of its programs.
 
     Args:
-        queries_at: pointer to queries, strides of tokens and heads.
-        results: see `store_result`.
-        sums: pointers to maxima, norms and totals.
-        tables: see `tile_at`.
+        queries_at: pointer, strides of tokens and heads; sums: pointers to maxima, norms, totals.
         program: (tile, key head, the tile's program, how many it has at most, its slots).
         block_tables: pointer, stride, and tokens of a decode step that share one.
-        pages, page_strides, scale_strides, block_size, score_scale: see `attend`.
+        results, tables: see `store_result`, `tile_at`; pages to score_scale: see `attend`.
         STORED: rows of a tile that have sums; MERGED: of them at a time, a power of two.
         HIDDEN: the number of first keys that no query sees, fewer than a tile has.
     """

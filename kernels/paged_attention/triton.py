@@ -331,10 +331,8 @@ def attention_decode(
     gate: torch.Tensor | None = None,
     *,
     scale: float,
-    deterministic: bool,
     first_key: int = 0,
 ) -> torch.Tensor:
-    """Attend with the same bits whether `deterministic` or not."""
     tables = decode_tables(meta, q.device)
     batch, heads, dim = q.shape
     kv_heads = kv.k.shape[2]
@@ -366,13 +364,10 @@ def attention_decode(
 
 
 def attention_prefill(
-    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
+    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float
 ) -> torch.Tensor:
-    """Attend with the same bits whether `deterministic` or not.
-
-    Keys are read in tiles at absolute positions. Tile shapes depend on dtypes and head dims only,
-    and a row's arithmetic on its own query and keys.
-    """
+    """Attend in tiles at absolute positions. Their shapes depend on dtypes and head dims only, and
+    a row's arithmetic on its own query and keys."""
     tables = prefill_tables(meta, q.device)
     heads, dim = q.shape[1:]
     group = heads // kv.k.shape[2]

@@ -318,10 +318,9 @@ def _capability(device: torch.device) -> str:
 def _unusual_forms(device: torch.device) -> list[str]:
     """Return what gives kernels other bits on a GPU: forms that avoid known faults of Triton, and
     the table of its tiles."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    architecture = tuning.architecture_of(device)
+    if architecture is None:
         return []
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = 10 * major + minor
     tiles = tuning.digest(architecture)
     check_table(architecture)
     return [*forms_at(architecture, triton_version()), *([f"tiles {tiles}"] if tiles else [])]

@@ -50,9 +50,7 @@ _BY_NUMBER: Mapping[str, Dependence] = {
     "linear.few_rows_triton:few_rows": Dependence("rows", "up to 8, in one order", "plain", _PLAIN),
     "linear.codes_triton:product": Dependence("rows", "tiles of 16, 32 or 64", "codes", _CODES),
     "linear.few_codes_triton:few_codes": Dependence("rows", "up to 8", "codes", _CODES),
-    "moe.triton:routed_experts": Dependence(
-        "rows", "tiles by the number of pairs", "experts", "routed experts"
-    ),
+    "moe.triton:routed_experts": Dependence("rows", "tiles by pairs", "experts", "routed experts"),
     "torch tower": Dependence("rows", _TOWER, "tower", "the vision tower"),
     "gated_delta.fla:chunk_gated_delta": Dependence(
         "neighbours", _UNSHOWN, "fla", "chunk_gated_delta by fla", "neighbours"
@@ -64,15 +62,9 @@ _BY_NOTHING = {
         kv_write.triton:write_kv elementwise.triton:silu_times elementwise.triton:times_sigmoid
         causal_conv.triton:causal_conv_prefill gated_delta.decoding_triton:gates""",
     "one tile for all rows, with one order over K": "linear.fixed_triton:product",
-    "parts of 2 048 keys at absolute positions, merged in their order": (
-        "paged_attention.triton:attention_prefill"
-    ),
-    "a patch reads the keys of its own picture, in their order": (
-        "segment_attention.triton:segment_attention"
-    ),
-    "chunks end at absolute positions, and a sequence's are computed in their order": (
-        "gated_delta.triton:chunk_gated_delta"
-    ),
+    "fixed parts of keys, merged in their order": "paged_attention.triton:attention_prefill",
+    "a patch reads its own picture": "segment_attention.triton:segment_attention",
+    "chunks end at absolute positions, one after another": "gated_delta.triton:chunk_gated_delta",
     "factors have one tile; their base is a product": """linear.low_rank_triton:reduced
         linear.low_rank_triton:extended""",
     "copies": "kv_write.triton:copy_kv_rows state_copy.triton:copy_runs",
@@ -108,7 +100,7 @@ def blamed(parts: Set[Part], *, fixed: bool) -> Iterator[str]:
 
     Args:
         parts: of the model and its options.
-        fixed: with `batch_invariant`.
+        fixed: with fixed tiles.
     """
     seen = set[str]()
     for op in OPS.values():

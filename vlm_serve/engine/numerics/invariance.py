@@ -13,6 +13,7 @@ import torch
 
 from vlm_serve.engine.numerics.dependence import USUAL, Part, blamed
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.tuning import fixed_steps
 from vlm_serve.options.config import EngineConfig
 
 Reach = Literal["answers", "prompts", "none"]
@@ -51,7 +52,10 @@ def promise(
     if compiled:
         return Promise("answers", "by construction, compiled kernels have one arithmetic per row")
     if device.type != "cpu":
-        return _on_a_gpu(tuple(blamed(parts, fixed=wanted)), wanted=wanted)
+        found = list(blamed(parts, fixed=wanted or fixed_steps(device)))
+        # No step computes pictures: only the option fixes theirs.
+        found += [name for name in blamed(parts & {"tower"}, fixed=wanted) if name not in found]
+        return _on_a_gpu(tuple(found), wanted=wanted)
     if not wanted:
         return Promise("none", "torch's products follow the batch; see batch_invariant")
     return Promise("prompts", "torch may round a decoded token by its place in a step")
@@ -62,9 +66,7 @@ def _on_a_gpu(to_blame: tuple[str, ...], *, wanted: bool) -> Promise:
         reason = f"a prompt's rows follow their batch in {', '.join(to_blame)}"
         return Promise("none", reason if wanted else f"{reason}; see batch_invariant", to_blame)
     if wanted:
-        return Promise(
-            "answers", "fixed tiles in every step, and only prefill's entries are reused"
-        )
+        return Promise("answers", "fixed tiles in every step, only prefill's entries are reused")
     return Promise("prompts", "no op on a prompt's way looks at its batch")
 
 

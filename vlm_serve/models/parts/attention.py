@@ -176,19 +176,16 @@ class LoadedAttention(LoadedMixer):
     ) -> torch.Tensor:
         """Attend from one kind of tokens; `gate`: theirs, if there is one. Return
         `[T, heads * D]`."""
-        scale, exact = self.sizes.head_dim**-0.5, step.deterministic
+        scale = self.sizes.head_dim**-0.5
         if isinstance(meta, VerifyMeta):
-            return attention_verify(
-                q, cache, meta, *gate, scale=scale, deterministic=exact
-            ).flatten(1)
+            return attention_verify(q, cache, meta, *gate, scale=scale).flatten(1)
         if isinstance(meta, DecodeMeta):
             first = step.first_key
-            return attention_decode(
-                q, cache, meta, *gate, scale=scale, deterministic=exact, first_key=first
-            ).flatten(1)
+            own = attention_decode(q, cache, meta, *gate, scale=scale, first_key=first)
+            return own.flatten(1)
         if step.first_key:
             cache, meta = without_first(cache, meta, step.first_key, q.dtype)
-        out = attention_prefill(q, cache, meta, scale=scale, deterministic=exact).flatten(1)
+        out = attention_prefill(q, cache, meta, scale=scale).flatten(1)
         return times_sigmoid(out, gate[0]) if gate else out
 
     def lower(self, program: Program, cache: KVLayer, *, last: bool) -> None:
