@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from triton_case import engines_on_triton
 
 from vlm_serve.kernels.paged_attention import triton as attention_triton
 from vlm_serve.kernels.triton_support import interpreted
+from vlm_serve.models import model as modelling
 from vlm_serve.models.parts import feed_forward
+from vlm_serve.models.parts.base import Step
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -96,3 +99,20 @@ def test_graphs_and_splits_change_no_bit(
     with_queue(monkeypatch, device)
     assert answers(checkpoint, config) == by_ops
     assert device.calls > 6
+
+
+def test_a_card_s_table_fixes_steps_with_prompts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All their rows, decoded tokens among them; other steps keep the faster products."""
+    monkeypatch.setattr(modelling, "fixed_steps", lambda device: True)
+    seen: set[tuple[bool, bool]] = set()
+    plain = modelling.Step
+
+    def step(**parts: Any) -> Step:
+        seen.add((parts["prefill"] is not None, parts["deterministic"]))
+        return plain(**parts)
+
+    monkeypatch.setattr(modelling, "Step", step)
+    answers(make_checkpoint(tmp_path, TINY), replace(CONFIG, deterministic=False))
+    assert seen == {(True, True), (False, False)}
