@@ -56,9 +56,11 @@ def best_tiles(timed: Sequence[Timed], before: Mapping[str, Fields]) -> dict[str
         if best.us <= (1 - LEAST_GAIN) * usual:
             found[op] = {**found.get(op, {}), **best.fields}
     choice = {each.fields["fixed"]: each for each in timed if each.op == FIXED_STEPS}
-    if len(choice) == 2 and None not in (library := choice[0].us, fixed := choice[1].us):
-        right = choice[1].difference <= LARGEST_DIFFERENCE
-        found[FIXED_STEPS] = {"fixed": int(right and fixed <= (1 + MOST_LOSS) * library)}
+    if len(choice) == 2:
+        library, fixed = choice[0].us, choice[1].us
+        if library is not None and fixed is not None:
+            near = choice[1].difference <= LARGEST_DIFFERENCE
+            found[FIXED_STEPS] = {"fixed": int(near and fixed <= (1 + MOST_LOSS) * library)}
     return found
 
 

@@ -51,12 +51,11 @@ class TorchDense(Linear):
         if after.activation is None and after.times is None and self._few(x):
             around = Around(plus=after.plus, overwrite=after.overwrite)
             return few_rows(x, self._weight, around)
-        plus, on_cpu = after.plus, x.device.type == "cpu"
-        if plus is not None and self._bias is None and not on_cpu:
-            # Rounded once. Out of place, torch copies `plus` first, in a launch of its own.
-            by = self._weight.T
-            return plus.addmm_(x, by) if after.overwrite else torch.addmm(plus, x, by)
-        return followed(F.linear(x, self._weight, self._bias), after)
+        plus, by = after.plus, self._weight.T
+        if plus is None or self._bias is not None or x.device.type == "cpu":
+            return followed(F.linear(x, self._weight, self._bias), after)
+        # Rounded once. Out of place, torch copies `plus` first, in a launch of its own.
+        return plus.addmm_(x, by) if after.overwrite else torch.addmm(plus, x, by)
 
     def of_norm(
         self,

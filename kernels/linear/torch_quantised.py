@@ -7,7 +7,6 @@ expands them to float32 and multiplies in it, whatever the dtype of the activati
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -123,10 +122,11 @@ def _expanded(
     Some rows at a time if it has a table: as a whole it would take up to sixteen times as much.
     """
     wide, rows = x.float(), len(weight.codes)
-    times = partial(fixed_product, x.device) if deterministic else F.linear
     step = rows if weight.table is None else max(MIN_COLUMNS, CHUNK_BYTES // (4 * weight.depth))
+    plain = (weight.plain(slice(first, first + step)) for first in range(0, rows, step))
     parts = [
-        times(wide, weight.plain(slice(first, first + step))) for first in range(0, rows, step)
+        fixed_product(x.device, wide, each) if deterministic else F.linear(wide, each)
+        for each in plain
     ]
     result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return (result if bias is None else result + bias).to(out)

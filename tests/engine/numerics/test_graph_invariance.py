@@ -107,11 +107,10 @@ def test_a_card_s_table_fixes_steps_with_prompts_alone(
     """All their rows, decoded tokens among them; other steps keep the faster products."""
     monkeypatch.setattr(modelling, "fixed_steps", lambda device: True)
     seen: set[tuple[bool, bool]] = set()
-    plain = modelling.Step
 
     def step(**parts: Any) -> Step:
         seen.add((parts["prefill"] is not None, parts["deterministic"]))
-        return plain(**parts)
+        return Step(**parts)
 
     monkeypatch.setattr(modelling, "Step", step)
     answers(make_checkpoint(tmp_path, TINY), replace(CONFIG, deterministic=False))

@@ -98,9 +98,7 @@ def parts_of(spec: ModelSpec, config: EngineConfig) -> frozenset[Part]:
 def blamed(parts: Set[Part], *, fixed: bool) -> Iterator[str]:
     """Yield what gives a prompt's row other bits in other company, and why, once each.
 
-    Args:
-        parts: of the model and its options.
-        fixed: with fixed tiles.
+    `parts`: of the model and its options; `fixed`: with fixed tiles.
     """
     seen = set[str]()
     for op in OPS.values():

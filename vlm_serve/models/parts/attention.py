@@ -180,8 +180,7 @@ class LoadedAttention(LoadedMixer):
         if isinstance(meta, VerifyMeta):
             return attention_verify(q, cache, meta, *gate, scale=scale).flatten(1)
         if isinstance(meta, DecodeMeta):
-            first = step.first_key
-            own = attention_decode(q, cache, meta, *gate, scale=scale, first_key=first)
+            own = attention_decode(q, cache, meta, *gate, scale=scale, first_key=step.first_key)
             return own.flatten(1)
         if step.first_key:
             cache, meta = without_first(cache, meta, step.first_key, q.dtype)
