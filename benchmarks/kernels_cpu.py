@@ -136,12 +136,11 @@ def convolution(dtype: torch.dtype) -> Case:
 def attention_cases() -> Iterator[Case]:
     for dtype in DTYPES:
         for start, count in ((0, TOKENS), (0, 512), (TOKENS - 512, 512)):
-            yield attention(dtype, start, count, False, 1 / 1.2)
-            yield attention(dtype, start, count, True, 1 / 1.5)
+            yield attention(dtype, start, count)
         yield attention_step(dtype)
 
 
-def attention(dtype: torch.dtype, start: int, count: int, deterministic: bool, goal: float) -> Case:
+def attention(dtype: torch.dtype, start: int, count: int) -> Case:
     length = start + count
     blocks = length // BLOCK
     pool = torch.randn(blocks + 7, 2, 2, BLOCK, KV_HEADS, DIM).to(dtype)
@@ -153,14 +152,13 @@ def attention(dtype: torch.dtype, start: int, count: int, deterministic: bool, g
         for heads, size in ((QUERY_HEADS, count), (KV_HEADS, length), (KV_HEADS, length))
     )
     mask = torch.ones(count, length, dtype=torch.bool).tril(start) if start else None
-    mode = ", deterministic" if deterministic else ""
     return Case(
-        f"attention, {count} of {length}{mode}, {short(dtype)}",
-        lambda: attention_prefill(q, kv, meta, scale=DIM**-0.5, deterministic=deterministic),
+        f"attention, {count} of {length}, {short(dtype)}",
+        lambda: attention_prefill(q, kv, meta, scale=DIM**-0.5),
         lambda: F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         ),
-        goal,
+        1 / 1.2,
     )
 
 

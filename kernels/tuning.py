@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.triton_support import Target
 
@@ -21,6 +23,9 @@ FOLDER = Path(__file__).resolve().parent / "tuning"
 NARROW_BELOW = 4096
 """Columns of a weight below which products of few rows have a narrow tile of its own name: there a
 program takes half as many columns, so that there are programs enough."""
+FIXED_STEPS = "steps with prompts"
+"""Name in a table of a choice: the fixed product was at most a tenth slower there than the library
+(`fixed` 1), and multiplies."""
 _WHOLE = {"warps": (1, 2, 4, 8), "stages": tuple(range(1, 9))}
 _NONE: Mapping[str, Mapping[str, int]] = {}
 
@@ -49,6 +54,20 @@ def digest(architecture: int | str) -> str:
         return ""
     text = json.dumps(tiles, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def architecture_of(device: torch.device) -> int | None:
+    """Return the compute capability (90) that names a GPU's table; None: it has none."""
+    if device.type == "cpu" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def fixed_steps(device: torch.device) -> bool:
+    """Return True if steps with prompts have the fixed product without an option."""
+    architecture = architecture_of(device)
+    return architecture is not None and table(architecture).get(FIXED_STEPS) == {"fixed": 1}
 
 
 def tuned(

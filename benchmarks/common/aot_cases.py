@@ -23,7 +23,9 @@ from vlm_serve.kernels.gated_delta import (
 )
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.kv_write import copy_kv_rows, rotate_and_write, write_kv
+from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
+from vlm_serve.kernels.linear.fixed import fixed_product
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
@@ -128,6 +130,14 @@ def _joined(shapes: Shapes) -> Iterator[Case]:
         yield f"few_rows {kind}", partial(few_rows, own, weight, around)
     own = partial(few_rows, x.float(), half(columns, shapes.hidden).float(), Around(norm, 1e-6))
     yield "few_rows fp32", own
+    x, plus = half(TOKENS, shapes.hidden), half(TOKENS, shapes.hidden)
+    wide = half(columns, shapes.hidden)
+    yield "fixed in", partial(fixed_product, CPU, x, wide)
+    after = Epilogue(plus=plus, overwrite=True)
+    own = partial(fixed_product, CPU, half(TOKENS, width), half(shapes.hidden, width))
+    yield "fixed out", partial(own, after=after)
+    yield "fixed sums", partial(own, kind=torch.float32)
+    yield "fixed fp32", partial(fixed_product, CPU, x.float(), wide.float())
     own = half(MOST_ROWS, shapes.hidden)
     yield "few_rows plain", partial(few_rows, own, half(shapes.hidden, shapes.hidden), Around())
 
@@ -165,12 +175,11 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
         label = f"attention {str(dtype)[6:]} on {str(stored)[6:]}"
         q = torch.empty(TOKENS, shapes.query_heads, shapes.head_dim, dtype=dtype)
         yield label, partial(attention_prefill, q, kv, prefill_meta(), scale=scale)
-        # One long sequence is cut into the most parts, as every step of a CUDA graph is.
+        # Sums of parts are merged behind a long prefix, and in every step of a CUDA graph.
+        yield label, partial(attention_prefill, q, kv, prefill_meta(LONGEST), scale=scale)
         for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
             q = torch.empty(len(meta), shapes.query_heads, shapes.head_dim, dtype=dtype)
             yield label, partial(attention_decode, q, kv, meta, scale=scale)
-        fixed = partial(attention_decode, q, kv, meta, scale=scale, deterministic=True)
-        yield f"{label}, fixed parts", fixed
         gate = q.flatten(1)
         for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
             own = q[:1].expand(len(meta), -1, -1)
@@ -299,12 +308,12 @@ def _gated_delta_inputs(
     return q, k, v, g, beta
 
 
-def prefill_meta() -> PrefillMeta:
-    """One slice of TOKENS tokens in whole chunks, its blocks in order."""
+def prefill_meta(start: int = BLOCK) -> PrefillMeta:
+    """One slice of TOKENS tokens in whole chunks behind `start` others, its blocks in order."""
     return PrefillMeta(
         cu_seqlens=(0, TOKENS),
-        starts=(BLOCK,),
-        block_tables=(tuple(range(TOKENS // BLOCK + 1)),),
+        starts=(start,),
+        block_tables=(tuple(block % BLOCKS for block in range((start + TOKENS) // BLOCK)),),
         src_rows=(0,),
         dst_rows=(1,),
         chunk_ends=(tuple(range(BLOCK, TOKENS + 1, BLOCK)),),

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlm_serve.kernels.tuning import FIXED_STEPS
+
 LEAST_GAIN = 0.03
 """Share of its time that another tile must save: other tiles have other bits."""
+MOST_LOSS = 0.1
+"""Share of the library's time that the fixed product may take longer, in steps with prompts."""
 LARGEST_DIFFERENCE = 0.02
 """Of a result from the first variant's, relative to its largest value."""
 
@@ -38,7 +42,8 @@ def best_tiles(timed: Sequence[Timed], before: Mapping[str, Fields]) -> dict[str
     """Return the fields by ops that a table should have.
 
     An op gets another tile if that is faster than the usual one by LEAST_GAIN and right. All others
-    keep what the table before has, since the usual tile follows it.
+    keep what the table before has, since the usual tile follows it. Steps with prompts get the
+    fixed product if that is at most MOST_LOSS slower than the library.
     """
     found = {op: dict(fields) for op, fields in before.items()}
     for op in dict.fromkeys(each.op for each in timed if each.op):
@@ -50,6 +55,12 @@ def best_tiles(timed: Sequence[Timed], before: Mapping[str, Fields]) -> dict[str
             continue
         if best.us <= (1 - LEAST_GAIN) * usual:
             found[op] = {**found.get(op, {}), **best.fields}
+    choice = {each.fields["fixed"]: each for each in timed if each.op == FIXED_STEPS}
+    if len(choice) == 2:
+        library, fixed = choice[0].us, choice[1].us
+        if library is not None and fixed is not None:
+            near = choice[1].difference <= LARGEST_DIFFERENCE
+            found[FIXED_STEPS] = {"fixed": int(near and fixed <= (1 + MOST_LOSS) * library)}
     return found
 
 

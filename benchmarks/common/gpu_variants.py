@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from common.gpu_cases import (
     BATCH,
@@ -24,8 +25,9 @@ from common.gpu_few_rows import operands
 from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B
 from vlm_serve.kernels.gated_delta import recurrent_gated_delta, step_triton
 from vlm_serve.kernels.gated_delta import triton as gated_triton
-from vlm_serve.kernels.linear import few_codes_triton, few_rows_triton
+from vlm_serve.kernels.linear import few_codes_triton, few_rows_triton, fixed_triton
 from vlm_serve.kernels.linear.few_rows import Around, few_rows
+from vlm_serve.kernels.linear.fixed import fixed_product
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import routed_experts
 from vlm_serve.kernels.moe import triton as moe_triton
@@ -34,7 +36,7 @@ from vlm_serve.kernels.paged_attention import triton as decode_triton
 from vlm_serve.kernels.paged_attention import triton as prefill_triton
 from vlm_serve.kernels.paged_attention.tiles_triton import AttentionTile
 from vlm_serve.kernels.triton_support import launch
-from vlm_serve.kernels.tuning import NARROW_BELOW
+from vlm_serve.kernels.tuning import FIXED_STEPS, NARROW_BELOW
 
 Change = tuple[Any, str, Any]
 """Module, name in it, and the value that the name gets."""
@@ -64,6 +66,9 @@ def groups() -> Iterator[tuple[str, Callable[[], list[Variant]]]]:
     yield "attention decode bfloat16", lambda: _decode(STORED[0], _DECODE)
     yield "attention prefill bfloat16", lambda: _prefill(STORED[0], _PREFILL)
     yield "gated_delta decode", _step
+    yield "steps with prompts", _fixed
+    yield "fixed product 12352 x 2560", lambda: _fixed_tiles(12352, 2560)
+    yield "fixed product, narrow 2560 x 9216", lambda: _fixed_tiles(2560, 9216)
     yield "few rows 12352 x 2560", lambda: _few_rows(12352, 2560)
     yield "few rows, narrow 2560 x 9216", lambda: _few_rows(2560, 9216)
     yield "few rows of codes 18432 x 2560", lambda: _few_codes(18432, 2560)
@@ -76,18 +81,18 @@ def groups() -> Iterator[tuple[str, Callable[[], list[Variant]]]]:
     yield "attention prefill int8", lambda: _prefill(STORED[2], _PREFILL_INT8)
 
 
-# (keys, warps, stages), with the numbers of programs wanted.
+# (keys, warps, stages), with the most programs.
 _DECODE = [
-    (32, 4, 4, 256),
-    (32, 4, 3, 256),
+    (32, 4, 4, 1024),
+    (32, 4, 3, 1024),
     (32, 4, 4, 512),
     (32, 4, 3, 512),
-    (64, 4, 3, 256),
-    (32, 2, 4, 256),
-    (64, 8, 3, 256),
-    (32, 4, 5, 256),
+    (64, 4, 3, 1024),
+    (32, 2, 4, 1024),
+    (64, 8, 3, 1024),
+    (32, 4, 5, 1024),
 ]
-_CODES = [(32, 4, 4, 256), (32, 2, 4, 256), (32, 4, 3, 256), (32, 4, 4, 512), (64, 4, 3, 256)]
+_CODES = [(32, 4, 4, 1024), (32, 2, 4, 1024), (32, 4, 3, 1024), (32, 4, 4, 512), (64, 4, 3, 1024)]
 # (rows, keys, warps, stages)
 _PREFILL = [
     (128, 32, 8, 3),
@@ -109,6 +114,49 @@ _FEW = [
     (64, 128, 4, 3),
     (16, 512, 4, 2),
 ]
+
+
+# (rows, columns, depth, warps, stages) of products of any number of rows.
+_FIXED = [
+    (128, 128, 64, 8, 4),
+    (128, 64, 64, 4, 4),
+    (128, 128, 64, 4, 4),
+    (128, 256, 64, 8, 3),
+    (64, 128, 64, 4, 4),
+    (128, 64, 128, 4, 3),
+]
+
+
+def _fixed() -> list[Variant]:
+    """Two products of 2 048 tokens, in and out, by the library and in fixed tiles: which of them
+    steps with prompts should have."""
+    pairs = [operands(12352, 2560)[1], operands(2560, 9216)[1]]
+    rows = [half(2048, weight.shape[1]) for weight in pairs]
+
+    def call(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return [product(x, weight) for x, weight in zip(rows, pairs, strict=True)][1]
+
+    fixed = partial(call, partial(fixed_product, rows[0].device))
+    return [
+        Variant("library", partial(call, F.linear), (), FIXED_STEPS, {"fixed": 0}),
+        Variant("fixed tiles", fixed, (), FIXED_STEPS, {"fixed": 1}),
+    ]
+
+
+def _fixed_tiles(columns: int, depth: int) -> list[Variant]:
+    weight = operands(columns, depth)[1]
+    x = half(2048, depth)
+
+    def variant(own: tuple[int, int, int, int, int]) -> Variant:
+        tile = fixed_triton.FixedTile(*own)
+        label = "rows {}, columns {}, depth {}, warps {}, stages {}".format(*own)
+        changes = ((fixed_triton, "tile_of", lambda *_: tile),)
+        op = "fixed product, narrow" if columns < NARROW_BELOW else "fixed product"
+        return Variant(
+            label, partial(fixed_product, x.device, x, weight), changes, op, tile._asdict()
+        )
+
+    return [variant(each) for each in _FIXED]
 
 
 def _few_rows(columns: int, depth: int) -> list[Variant]:
@@ -164,11 +212,11 @@ def _decode(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list[
         tile = AttentionTile(16, keys, warps, stages)
         changes = (
             (decode_triton, "decode_tile", lambda *_: tile),
-            (decode_triton, "WANTED_PROGRAMS", programs),
+            (decode_triton, "PROGRAMS", programs),
         )
         label = f"keys {keys}, warps {warps}, stages {stages}, programs {programs}"
         # Tables have one tile for all types of pages, and no number of programs.
-        known = dtype == STORED[0] and programs == decode_triton.WANTED_PROGRAMS
+        known = dtype == STORED[0] and programs == decode_triton.PROGRAMS
         op = f"attention decode, head dim {shapes.head_dim}" if known else ""
         fields = {"keys": keys, "warps": warps, "stages": stages}
         return Variant(label, call, changes, op, fields)

@@ -34,7 +34,7 @@ def decode(batch: int, longest: int) -> Launch:
     tables = ((0,) * (longest // BLOCK),) * batch
     meta = DecodeMeta(tables, (longest,) * batch, rows, rows, rows)
     with record_launches(Target("cuda", 90)) as recorded:
-        attention_decode(queries, layer, meta, scale=1.0, deterministic=False)
+        attention_decode(queries, layer, meta, scale=1.0)
     return recorded[0]
 
 
@@ -44,7 +44,7 @@ def hit(start: int) -> Launch:
     blocks = (0,) * ((start + NEW) // BLOCK + 1)
     meta = PrefillMeta((0, NEW), (start,), (blocks,), (-1,), (-1,), ((NEW,),))
     with record_launches(Target("cuda", 90)) as recorded:
-        attention_prefill(queries, layer, meta, scale=1.0, deterministic=False)
+        attention_prefill(queries, layer, meta, scale=1.0)
     return recorded[0]
 
 
@@ -53,11 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for longest in (8192, 262_144):
         for batch in (1, 8, 16, 32, 64, 256):
             launch = decode(batch, longest)
-            splits = launch.arguments["splits"]
-            print(f"contexts up to {longest}, batch {batch}: grid {launch.grid}, splits {splits}")
+            parts = launch.arguments["most"]
+            print(f"contexts up to {longest}, batch {batch}: grid {launch.grid}, parts {parts}")
     for start in (4096, 32_768, 131_072):
-        grid = f"grid {hit(start).grid} of {MULTIPROCESSORS} multiprocessors"
-        print(f"{NEW} tokens behind {start}: {grid}, {start // 32} tiles of keys each")
+        launch = hit(start)
+        tile, part = launch.arguments["KEY_TILE"], launch.arguments["PART"]
+        walked = -(-(start + NEW) // part) - launch.arguments["most"] + 1
+        grid = f"grid {launch.grid} of {MULTIPROCESSORS} multiprocessors"
+        print(f"{NEW} tokens behind {start}: {grid}, {walked * part // tile} tiles of keys at most")
 
 
 if __name__ == "__main__":

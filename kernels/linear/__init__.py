@@ -5,6 +5,7 @@ one format are one weight; weights of several formats stay side by side.
 
     dense.py           float32, bfloat16 and float16 weights, packed for compiled CPU code
     torch_dense.py     the same weights multiplied by torch: GPUs, and CPUs without a compiler
+    fixed.py           plain weights and any number of rows, with a row's bits its own
     torch_quantised.py codes multiplied by Triton on GPUs and by torch on CPUs without a compiler
     packed_codes.py    codes of e4m3, and of 4, 6 or 8 bits, packed for compiled CPU code
     quantising.py      quantisation of plain weights

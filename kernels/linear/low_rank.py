@@ -15,13 +15,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedChanges
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
+from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product, with_rows
 from vlm_serve.kernels.linear.low_rank_factors import (
     ExpertSites,
     Groups,
@@ -33,7 +33,6 @@ from vlm_serve.kernels.linear.low_rank_factors import (
     records_of,
     reduced_by_torch,
 )
-from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 
 
 class AdapterChanges:
@@ -181,7 +180,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply with bits that do not depend on the number of rows."""
     count = len(weight)
     wide = weight if count >= MIN_COLUMNS else with_rows(weight, MIN_COLUMNS)
-    return in_tiles(x, lambda rows, _: F.linear(rows, wide))[:, :count]
+    return fixed_product(x.device, x, wide)[:, :count]
 
 
 class RowChanges:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from operator import itemgetter
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
-from vlm_serve.kernels.linear.base import Activation, ChangedRows, Epilogue, Linear
+from vlm_serve.kernels.elementwise import silu_times
+from vlm_serve.kernels.linear.base import ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
+from vlm_serve.kernels.linear.fixed import fixed_product, followed
 from vlm_serve.kernels.norms import Normed
-
-MIN_ROWS = 16
-MIN_COLUMNS = 16
-ROWS_AT_ONCE = 128
-"""Rows of a deterministic product on a GPU."""
-
-_GPU_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class TorchDense(Linear):
@@ -57,28 +46,16 @@ class TorchDense(Linear):
         return cls(weight, None if bias is None else bias.to(device, dtype))
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
-        """Multiply; `deterministic` pads rows and columns to whole tiles.
-
-        A GEMM library picks another algorithm for a handful of rows. A row's last bits then depend
-        on the number of rows in the call, and in some code on its place in a partial tile. In whole
-        tiles of 16 rows they do not (measured, float32 and bfloat16). One exception remains:
-        one-column products take a GEMV path. `deterministic` pads both away. On a GPU, algorithms
-        depend on the number of rows at every size, so products always have the same number.
-        """
-        if not deterministic:
-            if after.activation is None and after.times is None and self._few(x):
-                around = Around(plus=after.plus, overwrite=after.overwrite)
-                return few_rows(x, self._weight, around)
-            return self._product(x, self._weight, self._bias, after)
-        rows, weight, bias = x.shape[0], self._weight, self._bias
-        if self.columns == 1:
-            weight = with_rows(weight, MIN_COLUMNS)
-            bias = None if bias is None else with_rows(bias, MIN_COLUMNS)
-        after = after.of(lambda part: with_rows(part, _padded(rows, x.device)))
-        out = in_tiles(
-            x, lambda tile, rows: self._product(tile, weight, bias, after.of(itemgetter(rows)))
-        )
-        return out[:, : self.columns]
+        if deterministic:
+            return fixed_product(x.device, x, self._weight, self._bias, after)
+        if after.activation is None and after.times is None and self._few(x):
+            around = Around(plus=after.plus, overwrite=after.overwrite)
+            return few_rows(x, self._weight, around)
+        plus, by = after.plus, self._weight.T
+        if plus is None or self._bias is not None or x.device.type == "cpu":
+            return followed(F.linear(x, self._weight, self._bias), after)
+        # Rounded once. Out of place, torch copies `plus` first, in a launch of its own.
+        return plus.addmm_(x, by) if after.overwrite else torch.addmm(plus, x, by)
 
     def of_norm(
         self,
@@ -119,64 +96,14 @@ class TorchDense(Linear):
     def _partial(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         if x.dtype == torch.float32:
             return self(x, deterministic=deterministic)
-        weight = self._weight
-        wide = weight.float() if x.device.type == "cpu" else None
-
-        def product(rows: torch.Tensor, _: slice) -> torch.Tensor:
-            if wide is not None:
-                return F.linear(rows.float(), wide)
-            return torch.mm(rows, weight.T, out_dtype=torch.float32)
-
-        out = in_tiles(x, product) if deterministic else product(x, slice(None))
+        if deterministic:
+            out = fixed_product(x.device, x, self._weight, kind=torch.float32)
+        elif x.device.type == "cpu":
+            out = F.linear(x.float(), self._weight.float())
+        else:
+            out = torch.mm(x, self._weight.T, out_dtype=torch.float32)
         return out if self._bias is None else out + self._bias.float()
 
     @property
     def nbytes(self) -> int:
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-    def _product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: Epilogue
-    ) -> torch.Tensor:
-        activation, times, plus, overwrite = after
-        on_cpu = x.device.type == "cpu"
-        if plus is not None and bias is None and not on_cpu:
-            # Rounded once. Out of place, torch copies `plus` first, in a launch of its own.
-            return plus.addmm_(x, weight.T) if overwrite else torch.addmm(plus, x, weight.T)
-        out = F.linear(x, weight, bias)
-        if activation is not None:
-            out = (ACTIVATIONS if on_cpu else _GPU_ACTIVATIONS)[activation](out)
-        if times is not None:
-            out = out * times
-        return out if plus is None else out + plus
-
-
-def in_tiles(
-    x: torch.Tensor, product: Callable[[torch.Tensor, slice], torch.Tensor]
-) -> torch.Tensor:
-    """Multiply x `[T, K]`, padded with zeros, in calls whose number of rows does not change a row's
-    bits.
-
-    Args:
-        x: the rows.
-        product: of some rows, which are these of the padded ones.
-    """
-    rows, padded = x.shape[0], _padded(x.shape[0], x.device)
-    x = with_rows(x, padded)
-    step = padded if x.device.type == "cpu" else ROWS_AT_ONCE
-    tiles = [
-        product(x[tile], tile)
-        for tile in (slice(first, first + step) for first in range(0, padded, step))
-    ]
-    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
-
-
-def _padded(rows: int, device: torch.device) -> int:
-    """Return the rows of whole tiles, at least one."""
-    least = MIN_ROWS if device.type == "cpu" else ROWS_AT_ONCE
-    return max(1, -(-rows // least)) * least
-
-
-def with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
-    if part.shape[0] == rows:
-        return part
-    return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])

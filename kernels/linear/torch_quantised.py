@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
+from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import CHUNK_BYTES, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
+from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product, followed
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
-from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 from vlm_serve.kernels.norms import Normed
 
 
@@ -54,14 +54,14 @@ class TorchQuantised(Linear):
         return cls(stored(pieces, columns, depth, device), columns, depth, bias)
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
-        """Multiply; on a CPU `deterministic` pads as in TorchDense, for the same reasons."""
+        """Multiply; on a CPU `deterministic` pads as `fixed_product` does."""
         kind = torch.float32 if after.activation or after.times is not None else x.dtype
         if self._few(x, deterministic):
             # Its kernel adds `plus` itself.
             out = self._of_few(x, Around(plus=after.plus, overwrite=after.overwrite), kind)
-            return _followed(out, after._replace(plus=None)).to(x.dtype)
+            return followed(out, after._replace(plus=None)).to(x.dtype)
         kind = kind if after.plus is None else torch.float32
-        return _followed(self._of_many(x, kind, deterministic), after).to(x.dtype)
+        return followed(self._of_many(x, kind, deterministic), after).to(x.dtype)
 
     def with_sums(
         self, x: torch.Tensor, after: Epilogue, deterministic: bool
@@ -70,7 +70,7 @@ class TorchQuantised(Linear):
             sums = self._of_few(x, Around(), torch.float32)
         else:
             sums = self._of_many(x, torch.float32, deterministic)
-        return _followed(sums, after).to(x.dtype, copy=True), sums
+        return followed(sums, after).to(x.dtype, copy=True), sums
 
     def _few(self, x: torch.Tensor, deterministic: bool) -> bool:
         """Return True if a kernel for so few rows multiplies; it has other tiles than others."""
@@ -110,15 +110,6 @@ class TorchQuantised(Linear):
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
 
-def _followed(out: torch.Tensor, after: Epilogue) -> torch.Tensor:
-    """Add `plus` to float32 products, or apply an activation or a factor."""
-    if after.plus is not None:
-        return out + after.plus
-    if after.activation is not None:
-        return ACTIVATIONS[after.activation](out)
-    return out if after.times is None else out * after.times
-
-
 def _expanded(
     x: torch.Tensor,
     weight: Stored,
@@ -132,20 +123,13 @@ def _expanded(
     """
     wide, rows = x.float(), len(weight.codes)
     step = rows if weight.table is None else max(MIN_COLUMNS, CHUNK_BYTES // (4 * weight.depth))
+    plain = (weight.plain(slice(first, first + step)) for first in range(0, rows, step))
     parts = [
-        _times(wide, weight.plain(slice(first, first + step)), deterministic=deterministic)
-        for first in range(0, rows, step)
+        fixed_product(x.device, wide, each) if deterministic else F.linear(wide, each)
+        for each in plain
     ]
     result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return (result if bias is None else result + bias).to(out)
-
-
-def _times(x: torch.Tensor, plain: torch.Tensor, *, deterministic: bool) -> torch.Tensor:
-    if not deterministic:
-        return F.linear(x, plain)
-    columns = len(plain)
-    plain = plain if columns > 1 else with_rows(plain, MIN_COLUMNS)
-    return in_tiles(x, lambda rows, _: F.linear(rows, plain))[:, :columns]
 
 
 def _few_by_torch(

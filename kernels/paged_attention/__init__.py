@@ -2,7 +2,7 @@
 
 Softmax attention with grouped query heads (query head h reads key head `h * Hkv / Hq`). Keys and
 values are read from the pages in their stored form, this step's tokens included. So a cached token
-and a fresh one look the same to a query.
+and a fresh one look the same to a query. A query's bits depend on its sequence alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -28,31 +28,72 @@ from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyM
 from vlm_serve.kernels.paged_attention import compiled, reference
 
 FIXED_PART = 2048
-"""Keys of a part, for decoding whose bits depend on no other sequence of the step: its bounds
-follow from positions alone. A multiple of every tile."""
+"""Keys of a part of attention on a GPU: its bounds follow from positions alone, so a query's bits
+depend on its own sequence. A multiple of every tile."""
+SUMS_BYTES = 256 << 20
+"""Bytes of partial sums in one call, at most. If parts need more, a program walks several."""
+MOST_TILE_ROWS = 128
+"""Rows of a tile of prompts, at most: heads of its tokens that share a key head."""
 _STEP = 64
 _TABLES = ("kv_lens", "block_tables")
 _TRITON = "vlm_serve.kernels.paged_attention.triton"
 _prefill = Op(
-    reference.attention,
-    compiled=compiled.attention,
-    triton=f"{_TRITON}:attention_prefill",
+    reference.attention, compiled=compiled.attention, triton=f"{_TRITON}:attention_prefill"
 )
-_decode = Op(
-    reference.attention,
-    compiled=compiled.attention,
-    triton=f"{_TRITON}:attention_decode",
-)
+_decode = Op(reference.attention, compiled=compiled.attention, triton=f"{_TRITON}:attention_decode")
 
 
-def fixed_part_bytes(heads: int, dim: int, keys: int) -> int:
-    """Return the bytes of one decode token's partial sums in one layer, all float32: for each head
-    and part a maximum, a norm and `dim` totals.
+class SumsRoom(NamedTuple):
+    """Room for the partial sums of a call, by tiles of queries that read the same keys.
+
+    Attributes:
+        tiles: tiles that are computed at a time.
+        most: programs of a tile and key head: all but the first attend to one part.
+        slots: sums of a tile: one for each program, and one more if the first walks several parts.
+            With one, all keys are one part, and results are written at once.
+    """
+
+    tiles: int
+    most: int
+    slots: int
+
+
+def sums_room(tiles: int, rows: int, dim: int, keys: int, part: int = FIXED_PART) -> SumsRoom:
+    """Return the room for partial sums.
 
     Args:
-        keys: tokens of the longest sequence of the step.
+        tiles: of queries: decode tokens, or tiles of prompts.
+        rows: of a tile, those of all key heads.
+        dim: of a head.
+        keys: of the longest sequence.
+        part: keys of a part.
     """
-    return 4 * heads * -(-keys // FIXED_PART) * (dim + 2)
+    parts = -(-keys // part)
+    if parts <= 1:
+        return SumsRoom(tiles, 1, 1)
+    slots = max(8, SUMS_BYTES // (_sum_bytes(dim) * rows))
+    # Multiples of four: the tables of each launch are as aligned as the first one's.
+    limit = slots // 8 * 4
+    calls = -(-tiles // limit)
+    at_once = tiles if calls == 1 else -(-tiles // (4 * calls)) * 4
+    most = min(parts, slots // at_once)
+    return SumsRoom(at_once, most, most) if most == parts else SumsRoom(at_once, most - 1, most)
+
+
+def sums_bytes(rows: int, dim: int, keys: int) -> int:
+    """Return the bytes of all partial sums of a call, at most.
+
+    Args:
+        rows: heads of all tokens, and of padding.
+        dim, keys: see `sums_room`.
+    """
+    parts = -(-keys // FIXED_PART)
+    return min(SUMS_BYTES, rows * parts * _sum_bytes(dim)) if parts > 1 else 0
+
+
+def _sum_bytes(dim: int) -> int:
+    """Return the bytes of a row's sums of one part: a maximum, a norm and `dim` totals."""
+    return 4 * (dim + 2)
 
 
 def without_first(
@@ -99,13 +140,10 @@ def _gated_by_ops(
     gate: torch.Tensor,
     *,
     scale: float,
-    deterministic: bool,
     first_key: int = 0,
 ) -> torch.Tensor:
     """Run both ops, each by the kernels that it has."""
-    out = attention_decode(
-        q, kv, meta, scale=scale, deterministic=deterministic, first_key=first_key
-    )
+    out = attention_decode(q, kv, meta, scale=scale, first_key=first_key)
     return elementwise.times_sigmoid(out.flatten(1), gate).view(out.shape)
 
 
@@ -118,7 +156,6 @@ def attention_prefill(
     meta: PrefillMeta,
     *,
     scale: float,
-    deterministic: bool = False,
 ) -> torch.Tensor:
     """Attend from each slice's queries to its cached prefix and, causally, to the slice itself.
 
@@ -128,8 +165,6 @@ def attention_prefill(
         kv: the layer's pages, already holding this step's keys and values.
         meta: slices, their absolute starts and block tables.
         scale: factor on the scores, usually `D ** -0.5`.
-        deterministic: make a query's bits depend on its sequence alone, not on the start of the
-            slice or the rest of the batch.
 
     Returns:
         `[N, Hq, D]` in the dtype of q, contiguous.
@@ -141,7 +176,7 @@ def attention_prefill(
     if len(meta.cu_seqlens) != len(meta) + 1 or meta.num_tokens != q.shape[0]:
         raise KernelArgumentError("meta.cu_seqlens", f"must end at {q.shape[0]}")
     check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
-    return _prefill(q.device, q, kv, meta, scale=scale, deterministic=deterministic)
+    return _prefill(q.device, q, kv, meta, scale=scale)
 
 
 def attention_decode(
@@ -151,7 +186,6 @@ def attention_decode(
     gate: torch.Tensor | None = None,
     *,
     scale: float,
-    deterministic: bool = False,
     first_key: int = 0,
 ) -> torch.Tensor:
     """Attend from one query per sequence to its `kv_lens` keys.
@@ -163,8 +197,6 @@ def attention_decode(
         gate: `[B, Hq * D]` in the dtype of q, dense rows: its sigmoids multiply the rounded result;
             None: there is none.
         scale: factor on the scores.
-        deterministic: make a query's bits depend on its sequence alone, not on the number and
-            lengths of the others.
         first_key: 0 or 1, the slot of a sequence's first key; counts include the slots before it.
 
     Returns:
@@ -177,11 +209,10 @@ def attention_decode(
     if len(meta) != q.shape[0] or any(length < 1 for length in meta.kv_lens):
         raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
     check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
-    device, exact = q.device, deterministic
     if gate is None:
-        return _decode(device, q, kv, meta, scale=scale, deterministic=exact, first_key=first_key)
-    check_tensor("gate", gate, (q.shape[0], q.shape[1] * q.shape[2]), (q.dtype,), device)
-    return _gated(device, q, kv, meta, gate, scale=scale, deterministic=exact, first_key=first_key)
+        return _decode(q.device, q, kv, meta, scale=scale, first_key=first_key)
+    check_tensor("gate", gate, (q.shape[0], q.shape[1] * q.shape[2]), (q.dtype,), q.device)
+    return _gated(q.device, q, kv, meta, gate, scale=scale, first_key=first_key)
 
 
 def attention_verify(
@@ -191,12 +222,11 @@ def attention_verify(
     gate: torch.Tensor | None = None,
     *,
     scale: float,
-    deterministic: bool = False,
 ) -> torch.Tensor:
     """Attend from drafted tokens as if each were the decode token after the previous ones.
 
     Args:
-        q: `[N, Hq, D]`; q, kv, gate, scale and deterministic as for `attention_decode`.
+        q: `[N, Hq, D]`; q, kv, gate and scale as for `attention_decode`.
         meta: slices, their absolute starts and block tables.
 
     Returns:
@@ -208,7 +238,7 @@ def attention_verify(
     if "as decode tokens" not in meta.plans:
         meta.plans["as decode tokens"] = _as_decode_tokens(meta)
     tokens = cast(DecodeMeta, meta.plans["as decode tokens"])
-    return attention_decode(q, kv, tokens, gate, scale=scale, deterministic=deterministic)
+    return attention_decode(q, kv, tokens, gate, scale=scale)
 
 
 def _as_decode_tokens(meta: VerifyMeta) -> DecodeMeta:

@@ -23,7 +23,6 @@ def attention(
     meta: PrefillMeta | DecodeMeta,
     *,
     scale: float,
-    deterministic: bool = False,
     first_key: int = 0,
 ) -> torch.Tensor | None:
     """Attend in prefill and decode alike: a decode token is a slice of one."""

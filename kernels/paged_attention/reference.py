@@ -17,7 +17,6 @@ def attention(
     meta: PrefillMeta | DecodeMeta,
     *,
     scale: float,
-    deterministic: bool,
     first_key: int = 0,
 ) -> torch.Tensor:
     """Attend in prefill and decode alike: a decode token is a slice of one."""

@@ -135,7 +135,8 @@ def attend(
     """Attend with one tile of queries to a range of keys of one key head.
 
     A row's arithmetic depends on its own query and the keys before it alone: a tile of keys that
-    masks all of a row leaves its three values bit for bit as they were. Keys from `whole` on are
+    masks all of a row leaves its three values bit for bit as they were: -inf and zeros if it has
+    seen none. Keys from `whole` on are
     masked, because some are invisible to some rows or lie past `length`. Slots past the end of a
     sequence may hold anything, NaN included, so values and scales are selected, never multiplied.
     ONE_BLOCK: a tile of keys never crosses a block. It then has one 64-bit address instead of one
@@ -220,10 +221,14 @@ def attend(
                 if HIDDEN:
                     scores = tl.where((keys_at >= HIDDEN)[None, :], scores, float("-inf"))
             larger = tl.maximum(best, tl.max(scores, axis=1))
+            top = larger
+            if masked:
+                # A part may begin behind all keys that a row sees: its weights are 0, not NaN.
+                top = tl.where(larger == float("-inf"), 0.0, larger)
             # Fused by hand: the compiler's fusions differ with and without masks, and a row that
             # meets a key in either must give it the same weight.
-            shrink = tl.exp2((best - larger) * score_scale)
-            weights = tl.exp2(tl.fma(scores, score_scale, (-larger * score_scale)[:, None]))
+            shrink = tl.exp2((best - top) * score_scale)
+            weights = tl.exp2(tl.fma(scores, score_scale, (-top * score_scale)[:, None]))
             norm = norm * shrink + tl.sum(weights, axis=1)
             total = total * shrink[:, None]
             best = larger

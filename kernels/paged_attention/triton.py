@@ -1,18 +1,26 @@
-"""Attention over paged keys and values on a GPU: packed prefill tiles and split-KV decode, where
-splits of the keys are attended in parallel, then combined."""
+"""Attention over paged keys and values on a GPU: prefill tiles and decode tokens, in fixed parts of
+keys that are attended in parallel, then merged."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
-from vlm_serve.kernels.paged_attention import FIXED_PART
+from vlm_serve.kernels.paged_attention import FIXED_PART, SumsRoom, sums_room
+from vlm_serve.kernels.paged_attention.parts_triton import (
+    attend_parts,
+    load_sums,
+    merged,
+    store_result,
+    tile_at,
+)
 from vlm_serve.kernels.paged_attention.tiles_triton import (
-    attend,
     attention_arguments,
     decode_tile,
     prefill_tile,
@@ -27,25 +35,40 @@ from vlm_serve.kernels.triton_support import (
     to_device,
 )
 
-# About two programs per multiprocessor of an H100; more only adds partial sums.
-WANTED_PROGRAMS = 256
-MAX_SPLITS = 64
-KEYS_WORTH_A_SPLIT = 256
+PROGRAMS = 1024
+"""Programs of a decode step, at most: some for each multiprocessor. Each takes pairs of a token and
+a part in turn, so that a graph of many tokens and long contexts has few without work."""
+MERGED_ROWS = 8
+"""Rows that are merged at a time: their totals leave registers for those of several parts."""
+PARTS_AT_ONCE = 8
+"""Parts whose sums are read at a time."""
+FOUND_TOKENS = 256
+"""Tokens whose parts a program counts at a time."""
 __all__ = ["attention_decode", "attention_prefill"]
 
 
 @triton.jit
-def _gated(values, gate, mask, GATED: tl.constexpr):
-    """Multiply rounded values by the sigmoids of a gate, if there is one, as `times_sigmoid`."""
-    if GATED:
-        gates = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
-        values = (values.to(tl.float32) / (1.0 + tl.exp(-gates))).to(values.dtype)
-    return values
+def _find(kv_lens, count, wanted, most, PART: tl.constexpr, TOKENS: tl.constexpr):
+    """Find a decode token's program in the list of all tokens' ones: (token, its program, length
+    of the list)."""
+    listed = 0
+    before = 0
+    token = 0
+    for first in range(0, count, TOKENS):
+        index = first + tl.arange(0, TOKENS)
+        lengths = tl.load(kv_lens + index, mask=index < count, other=0)
+        programs = tl.minimum(tl.cdiv(lengths, PART), most)
+        ends = listed + tl.cumsum(programs, axis=0)
+        passed = (ends <= wanted) & (index < count)
+        token += tl.sum(passed.to(tl.int32), axis=0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), axis=0))
+        listed += tl.sum(programs, axis=0)
+    return token, wanted - before, listed
 
 
-# The table's stride is the longest sequence's number of blocks, and splits depend on it too:
-# specialising on them would recompile the kernels while serving.
-@triton.jit(do_not_specialize=["table_stride", "tokens_per_table", "splits"])
+# The table's stride is the longest sequence's number of blocks, and the rest depends on a step's
+# tokens and lengths: specialising on them would recompile the kernels while serving.
+@triton.jit(do_not_specialize=["table_stride", "tokens_per_table", "count", "most", "slots"])
 def _decode_kernel(
     q,
     out,
@@ -72,7 +95,9 @@ def _decode_kernel(
     block_size,
     score_scale,
     tokens_per_table,
-    splits,
+    count,
+    most,
+    slots,
     gate,
     gate_stride,
     GROUP: tl.constexpr,
@@ -86,211 +111,56 @@ def _decode_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
+    STORED: tl.constexpr,
+    MERGED: tl.constexpr,
     GATED: tl.constexpr,
     HIDDEN: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Attend to one split of a sequence's keys from the query heads of one key head.
-
-    PART: its keys, whatever the number of splits; 0: as many as this number gives it. HIDDEN: the
-    number of first keys that no query sees, fewer than a tile has.
-    """
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    length = tl.load(kv_lens + sequence)
-    part = PART if PART else tl.cdiv(tl.cdiv(length, splits), KEY_TILE) * KEY_TILE
-    first_key = split * part
-    last_key = tl.minimum(first_key + part, length)
-    members = tl.arange(0, ROWS)
-    heads = kv_head * GROUP + members
-    dims = tl.arange(0, BLOCK_DIM)
-    inside = (members < GROUP)[:, None] & (dims < DIM)[None, :]
-    token = sequence.to(tl.int64)
-    q_places = token * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
-    queries = tl.load(q + q_places, mask=inside, other=0.0).to(DOT)
-    positions = tl.zeros((ROWS,), tl.int32) + length - 1
-    table = block_tables + token // tokens_per_table * table_stride
-    # Whole tiles, then the rest of the last one; an empty split has neither.
-    whole = first_key + tl.maximum(last_key - first_key, 0) // KEY_TILE * KEY_TILE
-    if HIDDEN:
-        # All tiles of the first split are masked, since the first of them must be.
-        whole = tl.where(split == 0, first_key, whole)
-    best, norm, total = attend(
-        queries,
-        positions,
-        (first_key, whole, last_key),
-        length,
-        table,
-        kv_head,
-        (k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros),
-        (page_block_stride, page_slot_stride, page_head_stride),
-        (scale_block_stride, scale_slot_stride, scale_head_stride),
-        block_size,
-        score_scale,
-        DIM,
-        KEY_TILE,
-        ONE_BLOCK,
-        FORM,
-        PRECISION,
-        HIDDEN,
-    )
-    if splits == 1 and PART == 0:
-        places = (token * HEADS + heads)[:, None] * DIM + dims[None, :]
-        result = total / norm[:, None]
-        own = gate + token * gate_stride + heads[:, None] * DIM + dims[None, :]
-        result = _gated(result.to(out.dtype.element_ty), own, inside, GATED)
-        tl.store(out + places, result, mask=inside)
-    else:
-        rows = (token * HEADS + heads) * splits + split
-        tl.store(best_parts + rows, best * score_scale, mask=members < GROUP)
-        tl.store(norm_parts + rows, norm, mask=members < GROUP)
-        tl.store(total_parts + rows[:, None] * DIM + dims[None, :], total, mask=inside)
+    """Attend from the query heads of one key head of each of `count` tokens; `most`, `slots`: see
+    `SumsRoom`."""
+    KEY_HEADS: tl.constexpr = HEADS // GROUP
+    _token, _place, listed = _find(kv_lens, count, 0, most, PART, TOKENS)
+    for program in range(tl.program_id(0), listed * KEY_HEADS, tl.num_programs(0)):
+        kv_head = program % KEY_HEADS
+        token, place, _listed = _find(kv_lens, count, program // KEY_HEADS, most, PART, TOKENS)
+        attend_parts(
+            (q, q_token_stride, q_head_stride),
+            (out, gate, gate_stride),
+            (best_parts, norm_parts, total_parts),
+            (kv_lens,),
+            (token, kv_head, place, most, slots),
+            (block_tables, table_stride, tokens_per_table),
+            (k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros),
+            (page_block_stride, page_slot_stride, page_head_stride),
+            (scale_block_stride, scale_slot_stride, scale_head_stride),
+            block_size,
+            score_scale,
+            GROUP,
+            HEADS,
+            DIM,
+            BLOCK_DIM,
+            ROWS,
+            KEY_TILE,
+            ONE_BLOCK,
+            FORM,
+            DOT,
+            PRECISION,
+            PART,
+            STORED,
+            MERGED,
+            GATED,
+            HIDDEN,
+        )
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    best_parts,
-    norm_parts,
-    total_parts,
-    out,
-    splits,
-    gate,
-    gate_stride,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    MOST: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Combine the splits of one query head and sequence, each rescaled to the largest score."""
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, MOST)
-    parts = row * splits + index
-    real = index < splits
-    dims = tl.arange(0, BLOCK_DIM)
-    inside = dims < DIM
-    # Scores are exponents of two; a split without keys has a best of -inf and no weight.
-    best = tl.load(best_parts + parts, mask=real, other=float("-inf"))
-    weights = tl.exp2(best - tl.max(best, axis=0))
-    norm = tl.sum(tl.load(norm_parts + parts, mask=real, other=0.0) * weights, axis=0)
-    places = parts[:, None] * DIM + dims[None, :]
-    mask = real[:, None] & inside[None, :]
-    totals = tl.load(total_parts + places, mask=mask, other=0.0)
-    result = tl.sum(totals * weights[:, None], axis=0) / norm
-    own = gate + row // HEADS * gate_stride + row % HEADS * DIM + dims
-    result = _gated(result.to(out.dtype.element_ty), own, inside, GATED)
-    tl.store(out + row * DIM + dims, result, mask=inside)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(
-    best_parts,
-    norm_parts,
-    total_parts,
-    kv_lens,
-    out,
-    splits,
-    gate,
-    gate_stride,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PART: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Merge the fixed parts of one query head and sequence, in their order: only those it
-    has count, however many there are room for."""
-    row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK_DIM)
-    inside = dims < DIM
-    first = row * splits
-    best = tl.load(best_parts + first)
-    norm = tl.load(norm_parts + first)
-    total = tl.load(total_parts + first * DIM + dims, mask=inside, other=0.0)
-    for part in range(1, tl.cdiv(tl.load(kv_lens + row // HEADS), PART)):
-        own = tl.load(best_parts + first + part)
-        larger = tl.maximum(best, own)
-        shrink = tl.exp2(best - larger)
-        weight = tl.exp2(own - larger)
-        norm = norm * shrink + tl.load(norm_parts + first + part) * weight
-        places = (first + part) * DIM + dims
-        added = tl.load(total_parts + places, mask=inside, other=0.0)
-        total = total * shrink + added * weight
-        best = larger
-    own = gate + row // HEADS * gate_stride + row % HEADS * DIM + dims
-    result = _gated((total / norm).to(out.dtype.element_ty), own, inside, GATED)
-    tl.store(out + row * DIM + dims, result, mask=inside)
-
-
-def split_count(programs: int, longest: int) -> int:
-    """Return the number of splits per sequence, a power of two.
-
-    It is large enough to fill the device. Splits stay so long that their combination costs less
-    than the parallelism gains.
-    """
-    wanted = min(-(-WANTED_PROGRAMS // programs), -(-longest // KEYS_WORTH_A_SPLIT), MAX_SPLITS)
-    return power_of_two(wanted)
-
-
-def attention_decode(
-    q: torch.Tensor,
-    kv: KVLayer,
-    meta: DecodeMeta,
-    gate: torch.Tensor | None = None,
-    *,
-    scale: float,
-    deterministic: bool,
-    first_key: int = 0,
-) -> torch.Tensor:
-    """Attend in enough splits for the device; with `deterministic`, in splits of fixed bounds."""
-    tables = decode_tables(meta, q.device)
-    batch, heads, dim = q.shape
-    kv_heads = kv.k.shape[2]
-    tile = decode_tile(q.dtype, dim, heads // kv_heads)
-    # The host's lengths: under a CUDA graph, the longest that it may replay on.
-    longest, part = max(meta.kv_lens), FIXED_PART if deterministic else 0
-    splits = -(-longest // part) if part else split_count(batch * kv_heads, longest)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    parts = {
-        # `fixed_part_bytes` counts them.
-        "best_parts": torch.empty(batch, heads, splits, device=q.device),
-        "norm_parts": torch.empty(batch, heads, splits, device=q.device),
-        "total_parts": torch.empty(batch, heads, splits, dim, device=q.device),
-    }
-    after = {
-        # Any pointer takes the place of a gate, and is never read.
-        "gate": q if gate is None else gate,
-        "gate_stride": 0 if gate is None else gate.stride(0),
-        "GATED": gate is not None,
-    }
-    arguments = {
-        "out": out,
-        **parts,
-        **after,
-        "kv_lens": tables["kv_lens"],
-        **attention_arguments(q, kv, tables, scale, tile),
-        "tokens_per_table": batch // max(1, len(tables["block_tables"])),
-        "splits": splits,
-        "PART": part,
-        "HIDDEN": first_key,
-    }
-    grid = (splits, kv_heads, batch)
-    launch(_decode_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
-    shape = {"HEADS": heads, "DIM": dim, "BLOCK_DIM": power_of_two(dim), "splits": splits, **after}
-    if part:
-        fixed = {"kv_lens": tables["kv_lens"], "PART": part}
-        merged = {**parts, "out": out, **shape, **fixed}
-        launch(_merge_kernel, (batch * heads,), merged, num_warps=4)
-    elif splits > 1:
-        combined = {**parts, "out": out, **shape, "MOST": MAX_SPLITS}
-        launch(_combine_kernel, (batch * heads,), combined, num_warps=4)
-    return out
-
-
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "tiles", "most", "slots"])
 def _prefill_kernel(
     q,
     out,
+    best_parts,
+    norm_parts,
+    total_parts,
     tile_sequence,
     tile_row,
     cu_seqlens,
@@ -313,6 +183,9 @@ def _prefill_kernel(
     scale_head_stride,
     block_size,
     score_scale,
+    tiles,
+    most,
+    slots,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -323,71 +196,182 @@ def _prefill_kernel(
     FORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PART: tl.constexpr,
+    STORED: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
-    """Attend from query rows of one sequence and key head.
-
-    Row r is token r // GROUP, head r % GROUP. So few new tokens still fill a tile, and each key is
-    read once for all heads that share it.
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    sequence = tl.load(tile_sequence + tile)
-    begin = tl.load(cu_seqlens + sequence)
-    start = tl.load(starts + sequence)
-    tokens_in_slice = tl.load(cu_seqlens + sequence + 1) - begin
-    first_row = tl.load(tile_row + tile)
-    rows = first_row + tl.arange(0, ROWS)
-    real = rows < tokens_in_slice * GROUP
-    token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    # Rows past the slice compute finite values and are not stored.
-    positions = start + tl.where(real, token, 0)
-    dims = tl.arange(0, BLOCK_DIM)
-    inside = real[:, None] & (dims < DIM)[None, :]
-    q_rows = (begin + token).to(tl.int64) * q_token_stride + head * q_head_stride
-    queries = tl.load(q + q_rows[:, None] + dims[None, :], mask=inside, other=0.0).to(DOT)
-
-    last_token = tl.minimum((first_row + ROWS - 1) // GROUP, tokens_in_slice - 1)
-    length = start + last_token + 1
-    # Keys visible to every row come first, without masks.
-    common = (start + first_row // GROUP + 1) // KEY_TILE * KEY_TILE
-    table = block_tables + sequence * table_stride
-    _best, norm, total = attend(
-        queries,
-        positions,
-        (0, common, length),
-        length,
-        table,
-        kv_head,
+    """Attend from a tile of one sequence and key head to some parts; first of all those that have
+    the most, and last those that a tile does not have."""
+    KEY_HEADS: tl.constexpr = HEADS // GROUP
+    kv_head = tl.program_id(0) % KEY_HEADS
+    index = tl.program_id(0) // KEY_HEADS
+    tile = index % tiles
+    place = index // tiles
+    attend_parts(
+        (q, q_token_stride, q_head_stride),
+        (out, out, 0),
+        (best_parts, norm_parts, total_parts),
+        (tile_sequence, tile_row, cu_seqlens, starts),
+        (tile, kv_head, place, most, slots),
+        (block_tables, table_stride, 1),
         (k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros),
         (page_block_stride, page_slot_stride, page_head_stride),
         (scale_block_stride, scale_slot_stride, scale_head_stride),
         block_size,
         score_scale,
+        GROUP,
+        HEADS,
         DIM,
+        BLOCK_DIM,
+        ROWS,
         KEY_TILE,
         ONE_BLOCK,
         FORM,
+        DOT,
         PRECISION,
+        PART,
+        STORED,
+        MERGED,
+        False,
+        0,
     )
-    result = total / norm[:, None]
-    places = ((begin + token).to(tl.int64) * HEADS + head)[:, None] * DIM + dims[None, :]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["most", "slots"])
+def _merge_kernel(
+    out,
+    best_parts,
+    norm_parts,
+    total_parts,
+    tables,
+    most,
+    slots,
+    gate,
+    gate_stride,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    STORED: tl.constexpr,
+    MERGED: tl.constexpr,
+    GATED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Merge the sums of some rows of a tile and key head, in the order of its parts: only those
+    that it has count, however many there are room for. `tables`: see `tile_at`."""
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    tile, _sequence, length = tile_at(index, tables, ROWS, GROUP)
+    _begin, tokens, _start, first_row = tile
+    if length > PART:
+        chosen = tl.program_id(2) * MERGED + tl.arange(0, MERGED)
+        known = (chosen < STORED) & (first_row + chosen < tokens * GROUP)
+        parts = tl.minimum(tl.cdiv(length, PART), most)
+        sums = (best_parts, norm_parts, total_parts)
+        best = tl.full((MERGED,), float("-inf"), tl.float32)
+        norm = tl.zeros((MERGED,), tl.float32)
+        total = tl.zeros((MERGED, BLOCK_DIM), tl.float32)
+        for first in range(0, parts, AT_ONCE):
+            for part in tl.static_range(AT_ONCE):
+                slot = (index.to(tl.int64) * slots + first + part) * (HEADS // GROUP) + kv_head
+                there = known & (first + part < parts)
+                own = load_sums(sums, slot * STORED + chosen, there, DIM, BLOCK_DIM)
+                best, norm, total = merged((best, norm, total), own)
+        rows, results = first_row + chosen, (out, gate, gate_stride)
+        sums = (best, norm, total)
+        store_result(results, tile, kv_head, rows, sums, GROUP, HEADS, DIM, GATED)
+
+
+def _sums(tiles: int, room: SumsRoom, rows: int, dim: int, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of both kernels that say where sums are kept; `rows` of a tile, those of
+    all key heads."""
+    shape = (tiles, room.slots, rows) if room.slots > 1 else (1,)
+    return {
+        # `sums_bytes` counts them.
+        "best_parts": torch.empty(shape, device=device),
+        "norm_parts": torch.empty(shape, device=device),
+        "total_parts": torch.empty((*shape, dim), device=device),
+        "most": room.most,
+        "slots": room.slots,
+    }
+
+
+def _launch_merge(
+    tiles: int, arguments: dict[str, Any], tables: tuple[torch.Tensor, ...], gated: dict[str, Any]
+) -> None:
+    """Merge the sums of `tiles` tiles, which `arguments` of an attention kernel describe."""
+    own = ("out", "best_parts", "norm_parts", "total_parts", "most", "slots")
+    sizes = ("GROUP", "HEADS", "DIM", "BLOCK_DIM", "ROWS", "PART", "STORED", "MERGED")
+    merging = {
+        **{name: arguments[name] for name in (*own, *sizes)},
+        **gated,
+        "tables": tables,
+        "AT_ONCE": PARTS_AT_ONCE,
+    }
+    stored, at_a_time = arguments["STORED"], arguments["MERGED"]
+    grid = (tiles, arguments["HEADS"] // arguments["GROUP"], triton.cdiv(stored, at_a_time))
+    launch(_merge_kernel, grid, merging, num_warps=4)
+
+
+def _gate(gate: torch.Tensor | None, instead: torch.Tensor) -> dict[str, Any]:
+    # Any pointer takes the place of a gate, and is never read.
+    return {
+        "gate": instead if gate is None else gate,
+        "gate_stride": 0 if gate is None else gate.stride(0),
+        "GATED": gate is not None,
+    }
+
+
+def attention_decode(
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: DecodeMeta,
+    gate: torch.Tensor | None = None,
+    *,
+    scale: float,
+    first_key: int = 0,
+) -> torch.Tensor:
+    tables = decode_tables(meta, q.device)
+    batch, heads, dim = q.shape
+    kv_heads = kv.k.shape[2]
+    group = heads // kv_heads
+    tile = decode_tile(q.dtype, dim, group)
+    # The host's lengths: under a CUDA graph, the longest that it may replay on.
+    room = sums_room(batch, heads, dim, max(meta.kv_lens), FIXED_PART)
+    gated = _gate(gate, q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    arguments = {
+        "out": out,
+        **_sums(batch, room, heads, dim, q.device),
+        **gated,
+        "kv_lens": tables["kv_lens"],
+        **attention_arguments(q, kv, tables, scale, tile),
+        "tokens_per_table": batch // max(1, len(tables["block_tables"])),
+        "count": batch,
+        "PART": FIXED_PART,
+        "STORED": group,
+        "MERGED": power_of_two(min(group, MERGED_ROWS)),
+        "HIDDEN": first_key,
+        "TOKENS": FOUND_TOKENS,
+    }
+    grid = (min(batch * room.most * kv_heads, PROGRAMS),)
+    launch(_decode_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
+    if room.slots > 1:
+        _launch_merge(batch, arguments, (tables["kv_lens"],), gated)
+    return out
 
 
 def attention_prefill(
-    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float, deterministic: bool
+    q: torch.Tensor, kv: KVLayer, meta: PrefillMeta, *, scale: float
 ) -> torch.Tensor:
-    """Attend with the same bits whether `deterministic` or not.
-
-    Keys are read in tiles at absolute positions. Tile shapes depend on dtypes and head dims only,
-    and a row's arithmetic on its own query and keys.
-    """
+    """Attend in tiles at absolute positions. Their shapes depend on dtypes and head dims only, and
+    a row's arithmetic on its own query and keys."""
     tables = prefill_tables(meta, q.device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kv_heads = kv.k.shape[2]
-    group = q.shape[1] // kv_heads
-    tile = prefill_tile(q.dtype, q.shape[2], kv.k_scale is not None)
+    heads, dim = q.shape[1:]
+    group = heads // kv.k.shape[2]
+    tile = prefill_tile(q.dtype, dim, kv.k_scale is not None)
     names = f"tile_sequence/{tile.rows}/{group}", f"tile_row/{tile.rows}/{group}"
     once(
         meta.tensors,
@@ -396,14 +380,28 @@ def attention_prefill(
             dict(zip(names, query_tiles(meta, tile.rows, group), strict=True)), q.device
         ),
     )
+    # In a graph starts change between replays, but blocks are no more than its table has room for.
+    longest = tables["block_tables"].shape[1] * kv.k.shape[1] if meta.fixed else max(meta.kv_lens)
+    tiles, rows = tables[names[0]].shape[0], tile.rows * kv.k.shape[2]
+    room = sums_room(tiles, rows, dim, longest, FIXED_PART)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     arguments = {
         "out": out,
-        "tile_sequence": tables[names[0]],
-        "tile_row": tables[names[1]],
+        **_sums(room.tiles, room, rows, dim, q.device),
         "cu_seqlens": tables["cu_seqlens"],
         "starts": tables["starts"],
         **attention_arguments(q, kv, tables, scale, tile),
+        "PART": FIXED_PART,
+        "STORED": tile.rows,
+        "MERGED": MERGED_ROWS,
     }
-    grid = (tables[names[0]].shape[0], kv_heads)
-    launch(_prefill_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
+    for first in range(0, tiles, room.tiles):
+        some = [tables[name][first : first + room.tiles] for name in names]
+        count = len(some[0])
+        own = {**arguments, "tile_sequence": some[0], "tile_row": some[1], "tiles": count}
+        grid = (count * room.most * kv.k.shape[2],)
+        launch(_prefill_kernel, grid, own, num_warps=tile.warps, num_stages=tile.stages)
+        if room.slots > 1:
+            own_tables = (*some, tables["cu_seqlens"], tables["starts"])
+            _launch_merge(count, own, own_tables, _gate(None, q))
     return out

@@ -4,8 +4,6 @@ and loading from parts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import Linear, Part, Shard, dense, load
 from vlm_serve.kernels.linear.dense import PackedDense
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
-from vlm_serve.kernels.linear.torch_dense import ROWS_AT_ONCE, TorchDense
+from vlm_serve.kernels.linear.torch_dense import TorchDense
 
 SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304), (2150, 64)]
 """The last one has more columns than compiled code computes of a row before any of them is used."""
@@ -255,23 +253,6 @@ def test_types_that_do_not_meet() -> None:
         projection(randn(2, 16, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 128, 300])
-def test_deterministic_products_on_a_gpu_have_always_as_many_rows(rows: int) -> None:
-    """Its libraries choose an algorithm by their number. Nothing is computed here."""
-    calls = []
-
-    def product(self: TorchDense, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        calls.append(x.shape[0])
-        return plain(self, x, *rest)
-
-    plain = TorchDense._product
-    x, plus = torch.empty(rows, 8, device="meta"), torch.empty(rows, 6, device="meta")
-    linear = TorchDense(torch.empty(6, 8, device="meta"), None)
-    with patch.object(TorchDense, "_product", product):
-        assert linear(x, plus=plus, deterministic=True).shape == (rows, 6)
-    assert calls == [ROWS_AT_ONCE] * max(1, -(-rows // ROWS_AT_ONCE))
-
-
 def launched(overwrite: bool) -> tuple[bool, list[str]]:
     """Whether a product takes the place of the tensor that it is added to, and its operations
     besides views."""
@@ -302,11 +283,8 @@ def test_a_residual_that_may_be_overwritten_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rank_s_part_of_a_row_does_not_depend_on_the_rows_beside_it(
-    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, bias: bool
 ) -> None:
-    """Also where products have a fixed number of rows, as on a GPU: none may be left out."""
-    from vlm_serve.kernels.linear import torch_dense
-
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(48, 64, generator=generator).to(dtype)
     dense = TorchDense(weight, torch.randn(48, generator=generator).to(dtype) if bias else None)
@@ -314,12 +292,3 @@ def test_a_rank_s_part_of_a_row_does_not_depend_on_the_rows_beside_it(
     whole = dense.partial(x, deterministic=True)
     for rows in (1, 7, 16, 33):
         assert torch.equal(dense.partial(x[:rows], deterministic=True), whole[:rows])
-    calls: list[int] = []
-
-    def product(tile: torch.Tensor, own: slice) -> torch.Tensor:
-        calls.append(len(tile))
-        part: torch.Tensor = tile.float()[:, :5] + own.start
-        return part
-
-    tiled = torch_dense.in_tiles(x, product)
-    assert torch.equal(tiled, x.float()[:, :5]) and calls == [304]

@@ -383,4 +383,4 @@ def test_too_little_memory_is_an_exception() -> None:
     meta = PrefillMeta((0, 1), (1 << 50,), ((0,),), (-1,), (0,), ((1,),))
     kv = KVLayer(pages, pages)
     with pytest.raises(MemoryError, match="vlm_attention has not enough"):
-        attention(torch.zeros(1, 1, 16), kv, meta, scale=1.0, deterministic=True)
+        attention(torch.zeros(1, 1, 16), kv, meta, scale=1.0)

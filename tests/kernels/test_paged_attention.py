@@ -76,17 +76,13 @@ def test_random_batches_equal_the_reference(seed: int, stored: torch.dtype) -> N
         (0, 1, 2, 3),
         ((),) * 4,
     )
-    outs = [
-        attention_prefill(q, kv, meta, scale=scale, deterministic=deterministic)
-        for deterministic in (False, True)
-    ]
+    out = attention_prefill(q, kv, meta, scale=scale)
+    assert out.dtype == dtype and out.is_contiguous()
     for i, (start, count) in enumerate(slices):
         own = slice(offsets[i], offsets[i + 1])
         if count:
             expected = attention_reference(q[own], kv, tables[i], start, scale)
-            for out in outs:
-                assert out.dtype == dtype and out.is_contiguous()
-                assert_near(out[own], expected, TOLERANCE[dtype])
+            assert_near(out[own], expected, TOLERANCE[dtype])
     present = [i for i, length in enumerate(lengths) if length]
     decode = DecodeMeta(
         tuple(tables[i] for i in present), tuple(lengths[i] for i in present), (), (), ()
@@ -118,7 +114,7 @@ def test_prefill_equals_sdpa(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("threads", "cases"), [(1, 180), (2, 60)])
-def test_deterministic_queries_have_the_bits_of_the_whole(threads: int, cases: int) -> None:
+def test_queries_have_the_bits_of_the_whole(threads: int, cases: int) -> None:
     """240 times: a slice of a sequence, on other pages and beside other sequences, against the
     whole sequence in one slice."""
     before = torch.get_num_threads()
@@ -143,15 +139,13 @@ def check_slice(rng: random.Random) -> None:
     store(kv, tables[1], k[:stop], v[:stop])
     store(kv, tables[2], k[:1].expand(other, -1, -1), v[:1].expand(other, -1, -1))
     alone = PrefillMeta((0, length), (0,), tables[:1], (-1,), (0,), ((),))
-    whole = attention_prefill(q, kv, alone, scale=0.2, deterministic=True)
+    whole = attention_prefill(q, kv, alone, scale=0.2)
     end = other + stop - start
     mixed = PrefillMeta(
         (0, other, end), (0, start), (tables[2], tables[1]), (-1, -1), (0, 1), ((), ())
     )
     noise = randn(other, heads * shared, dim, dtype=dtype)
-    out = attention_prefill(
-        torch.cat([noise, q[start:stop]]), kv, mixed, scale=0.2, deterministic=True
-    )
+    out = attention_prefill(torch.cat([noise, q[start:stop]]), kv, mixed, scale=0.2)
     assert torch.equal(out[other:], whole[start:stop])
 
 
@@ -171,7 +165,7 @@ def test_decode_batches_of_many_lengths(stored: torch.dtype) -> None:
             assert_near(out[i], expected[0], 2e-6)
 
 
-def test_deterministic_decode_tokens_have_the_same_bits_in_any_batch() -> None:
+def test_decode_tokens_have_the_same_bits_in_any_batch() -> None:
     lengths = [1, 16, 33, 47, 2, 64]
     blocks, tables = tables_for(random.Random(1), lengths, 16)
     kv = poisoned_pages(blocks, 16, 2, 32, torch.float32)
@@ -182,7 +176,7 @@ def test_deterministic_decode_tokens_have_the_same_bits_in_any_batch() -> None:
     def attend(chosen: list[int]) -> torch.Tensor:
         own = tuple(tables[i] for i in chosen), tuple(lengths[i] for i in chosen)
         meta = DecodeMeta(*own, (), (), ())
-        return attention_decode(q[chosen], kv, meta, scale=0.2, deterministic=True)
+        return attention_decode(q[chosen], kv, meta, scale=0.2)
 
     together = attend(list(range(6)))
     for i, length in enumerate(lengths):

@@ -13,12 +13,15 @@ import torch
 
 from benchmarks.common.gpu_table import LEAST_GAIN, Timed, best_tiles, write_table
 from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.numerics.dependence import USUAL
+from vlm_serve.engine.numerics.invariance import promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
 from vlm_serve.kernels.linear import few_codes_triton
 from vlm_serve.kernels.linear.few_rows_triton import tile_of
 from vlm_serve.kernels.paged_attention.tiles_triton import decode_tile
 from vlm_serve.kernels.triton_support import Target, record_launches
+from vlm_serve.kernels.tuning import FIXED_STEPS
 from vlm_serve.kernels.tuning_check import check_table
 from vlm_serve.options.config import EngineConfig
 
@@ -166,3 +169,36 @@ def test_products_of_codes_have_tiles_in_tables(write: Write) -> None:
         write({"few rows of codes": {"columns": 8, "stages": 6}})
         assert few_codes_triton.tile_of(HALF, 5000) == usual._replace(columns=8, stages=6)
         assert few_codes_triton.tile_of(HALF, 4095) != few_codes_triton.tile_of(HALF, 4096)
+
+
+def test_a_table_may_choose_the_fixed_product(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "architecture_of", lambda device: 90)
+    device = torch.device("cuda")
+    for fixed, reach in ((0, "none"), (1, "prompts")):
+        write({FIXED_STEPS: {"fixed": fixed}})
+        check_table(90)
+        assert tuning.fixed_steps(device) == bool(fixed)
+        assert promise(device, compiled=False, wanted=False).reach == reach
+    seeing = promise(device, compiled=False, wanted=False, parts=USUAL | {"tower"})
+    assert seeing.reach == "none" and len(seeing.blamed) == 1
+    write({FIXED_STEPS: {"fixed": 2}})
+    with pytest.raises(ConfigError, match="no op has the name 'steps with prompts'"):
+        check_table(90)
+    monkeypatch.setattr(tuning, "architecture_of", lambda device: None)
+    assert not tuning.fixed_steps(device)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "difference", "chosen"),
+    [(109, 0.0, 1), (111, 0.0, 0), (50, 0.1, 0), (None, 0.0, None)],
+)
+def test_the_fixed_product_may_be_a_tenth_slower(
+    fixed: float | None, difference: float, chosen: int | None
+) -> None:
+    timed = [
+        Timed(FIXED_STEPS, {"fixed": 0}, False, 100.0),
+        Timed(FIXED_STEPS, {"fixed": 1}, False, fixed, difference),
+    ]
+    assert best_tiles(timed, {}) == ({} if chosen is None else {FIXED_STEPS: {"fixed": chosen}})

@@ -15,6 +15,7 @@ import torch
 from vlm_serve.engine.features.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.features.tiers.shared_store import read_address
 from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide
+from vlm_serve.engine.numerics.dependence import parts_of
 from vlm_serve.engine.requests.pooling import head_rows, with_task
 from vlm_serve.engine.start.adapter_start import planned_bytes
 from vlm_serve.engine.start.build import (
@@ -103,7 +104,7 @@ def make(model: str, config: EngineConfig) -> ServingPlan:
     device = _device(config.device)
     backend = find_backend(config, device, build=False)
     config = with_drafts(config, device, compiled=backend.compiled)
-    arithmetic = decide(config, spec.dtype, backend, spec.quantization)
+    arithmetic = decide(config, spec.dtype, backend, spec.quantization, parts_of(spec, config))
     # The memory of an absent GPU is unknown: use this machine's instead.
     here = device if torch.cuda.is_available() else torch.device("cpu")
     cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)

@@ -102,7 +102,11 @@ class Engine:
         self.pins = Pins(self, self._inspector)
         self._affinity = AffinityMap(self.mirror, has_state=parts.cache.config.has_state)
         self._tiers = TierLoading(parts.cache, parts.tiers, parts.media.tiers)
-        self._auditor = Auditor(parts.config.cache_audit, parts.config.max_num_seqs)
+        self._auditor = Auditor(
+            parts.config.cache_audit,
+            parts.config.max_num_seqs,
+            parts.arithmetic.promise.blamed,
+        )
         self._hooks.on_published.append(self.mirror.publish)
         self._hooks.add(self._affinity, concerns=lambda request: bool(request.affinity))
         if parts.config.cache_audit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes
+from vlm_serve.kernels.tuning import fixed_steps
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
@@ -90,6 +92,7 @@ class Model:
             self._vision = spec.vision.load(weights, prefix, weights.compute_dtype)
         self.quantised = frozenset(weights.quantised)
         self.modules = weights.modules
+        self._fixed_steps = fixed_steps(self.device)
         self._caches: CacheTensors | None = None
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
@@ -211,6 +214,8 @@ class Model:
 
     @torch.inference_mode()
     def _by_ops(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        if self._fixed_steps and batch.prefill is not None:
+            batch = replace(batch, deterministic=True)
         x, layers, eps = self._embed(batch), self._decoder.layers, self.spec.norm.eps
         rope = self.spec.rope
         cos, sin = mrope_cos_sin(batch.positions, self._inv_freq, rope.sections, rope.scale)

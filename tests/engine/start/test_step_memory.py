@@ -15,12 +15,13 @@ from make_checkpoint import make_checkpoint
 from parity import executor_of
 
 from vlm_serve.engine.start import step_memory
-from vlm_serve.engine.start.step_memory import fixed_parts, largest_span, measure_step_memory
+from vlm_serve.engine.start.step_memory import largest_span, measure_step_memory, partial_sums
 from vlm_serve.engine.steps import memory as sizes
 from vlm_serve.engine.steps.memory import StepMemory, default_cache_memory
 from vlm_serve.engine.steps.step_sizes import CapturedRows
 from vlm_serve.engine.steps.tower_graphs import patch_sizes
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.paged_attention import SUMS_BYTES
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 
@@ -84,13 +85,13 @@ def test_the_largest_step_and_picture_of_every_family_run(
     assert found.total == (7000 if spans else 5000) + kept
 
 
-def test_fixed_parts_of_long_contexts_count(
+def test_partial_sums_of_long_contexts_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are as many as `attention_decode` allocates: a maximum, a norm and totals a part."""
+    """They are at least as many as attention allocates: a maximum, a norm and totals a part."""
     checkpoint = make_checkpoint(tmp_path, CheckpointSpec(vision_depth=0))
     Card(monkeypatch)
-    config = replace(CONFIG, max_num_seqs=3, max_model_len=5000, deterministic=True)
+    config = replace(CONFIG, max_num_seqs=3, max_model_len=5000)
     with Pipeline(checkpoint, config) as pipe:
         model, options = executor_of(pipe.engine)._model, pipe.engine.config
         sides = [
@@ -102,15 +103,17 @@ def test_fixed_parts_of_long_contexts_count(
                 logit_rows=6,
                 with_graphs=True,
             )
-            for each in (replace(options, deterministic=False), options)
+            for each in (replace(options, max_model_len=2048), options)
         ]
-    heads, parts, dim = 4, 3, 32
-    assert fixed_parts(model.spec, options) == 3 * heads * parts * (1 + 1 + dim) * 4
-    drafting = replace(options, speculative="suffix", speculative_tokens=3)
-    rows = CapturedRows.of(drafting).draft_rows
-    assert fixed_parts(model.spec, drafting) * 3 == fixed_parts(model.spec, options) * rows
+    heads, kv_heads, parts, dim = 4, 2, 3, 32
+    # Each slice may end in a tile of padding; there is an empty one behind captured prompts.
+    rows = heads * CapturedRows.of(options).prompt + kv_heads * 128 * 6
+    assert partial_sums(model.spec, replace(options, max_model_len=2048)) == 0
+    assert partial_sums(model.spec, options) == rows * parts * (1 + 1 + dim) * 4
+    long = replace(options, max_model_len=1 << 20, max_num_batched_tokens=8192)
+    assert partial_sums(model.spec, long) == SUMS_BYTES
     one, other = (each.forward - 1000 * turn for turn, each in zip((1, 3), sides, strict=True))
-    assert other - one == fixed_parts(model.spec, options)
+    assert other - one == partial_sums(model.spec, options)
 
 
 def test_a_picture_larger_than_a_step_counts(tmp_path: Path) -> None:

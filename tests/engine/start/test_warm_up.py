@@ -67,7 +67,7 @@ def test_nothing_is_compiled_while_serving(name: str, options: str, flags: list[
 
 def test_without_the_warm_up_something_is() -> None:
     missing = " ".join(compilations("moe", "--steps", "60", "--cold")["missing"])
-    for kernel in ("_copy_kernel", "_copy_rows_kernel", "_combine_kernel", "gate_up_kernel"):
+    for kernel in ("_copy_kernel", "_copy_rows_kernel", "_merge_kernel", "gate_up_kernel"):
         assert kernel in missing
 
 

@@ -68,18 +68,19 @@ class Auditor:
     Args:
         rate: share of the eligible requests. The choice is by counting, not at random.
         sequences: maximum number of running sequences.
+        blamed: what may round a prompt's rows otherwise in other company, see `Promise`.
 
     Attributes:
         running: the cold request in progress.
         counts: results so far.
     """
 
-    def __init__(self, rate: float, sequences: int = 1) -> None:
+    def __init__(self, rate: float, sequences: int = 1, blamed: Sequence[str] = ()) -> None:
         assert 0.0 <= rate <= 1.0
         self.running: Request | None = None
         self.counts = AuditCounts()
         self._rate = rate
-        self._sequences = sequences
+        self._sequences, self._blamed = sequences, blamed
         self._num_eligible = 0
         self._pending: deque[_Audit] = deque()
 
@@ -145,10 +146,12 @@ class Auditor:
         if verdict == "mismatch":
             self.counts.mismatches += 1
             _log.error(
-                "request %s: the answer from the cache (%d of %d tokens) differs from the cold run",
+                "request %s: the answer from the cache (%d of %d tokens) differs from the cold "
+                "run%s",
                 audit.group.request.request_id,
                 audit.group.cached_tokens,
                 len(audit.group.request.prompt),
+                f"; its batch may round {', '.join(self._blamed)}" if self._blamed else "",
             )
 
 

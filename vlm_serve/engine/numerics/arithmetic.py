@@ -9,11 +9,13 @@ docs/architecture.md#weights-and-arithmetic
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 
 import torch
 
+from vlm_serve.engine.numerics.dependence import USUAL, Part
 from vlm_serve.engine.numerics.invariance import Promise, check_options, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
@@ -34,7 +36,7 @@ DTYPES = {
 """Stored types by option value; int8 means unsigned codes with scales."""
 NUMERICS_VERSION = 7
 """Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
-TRITON_SUMS = 3
+TRITON_SUMS = 4
 """Raised whenever the arithmetic of the Triton kernels changes, and that of no others."""
 PLAIN_SUMS = 1
 """Raised whenever the arithmetic of the plain torch implementations changes, and that of no others;
@@ -148,6 +150,7 @@ def decide(
     checkpoint: torch.dtype,
     backend: Backend,
     stored: QuantScheme | None = None,
+    parts: Set[Part] = USUAL,
 ) -> Arithmetic:
     """Decide the types and the arithmetic of a model.
 
@@ -156,6 +159,7 @@ def decide(
         checkpoint: type of the checkpoint's weights.
         backend: device and kernels.
         stored: quantisation of the checkpoint's own weights; None if they are not quantised.
+        parts: what decides which ops run, see `parts_of`.
 
     Raises:
         ConfigError: a type that nothing computes here, or an option that this arithmetic excludes;
@@ -183,7 +187,9 @@ def decide(
     numerics = _numerics(compute, backend, config)
     numerics += "" if bits is None else f", weights in {config.quantization}"
     numerics += ", int8 activations" if dynamic else ""
-    promised = promise(backend.device, compiled=backend.compiled, wanted=config.deterministic)
+    promised = promise(
+        backend.device, compiled=backend.compiled, wanted=config.deterministic, parts=parts
+    )
     return Arithmetic(types, reason, numerics, bits, dynamic, promised)
 
 
@@ -312,10 +318,9 @@ def _capability(device: torch.device) -> str:
 def _unusual_forms(device: torch.device) -> list[str]:
     """Return what gives kernels other bits on a GPU: forms that avoid known faults of Triton, and
     the table of its tiles."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    architecture = tuning.architecture_of(device)
+    if architecture is None:
         return []
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = 10 * major + minor
     tiles = tuning.digest(architecture)
     check_table(architecture)
     return [*forms_at(architecture, triton_version()), *([f"tiles {tiles}"] if tiles else [])]

@@ -29,6 +29,7 @@ from vlm_serve.engine.features.table import Features, Options
 from vlm_serve.engine.features.tiers.loading import make_tiers
 from vlm_serve.engine.features.tiers.shared_store import SharedAddress, find_store
 from vlm_serve.engine.numerics.arithmetic import decide, with_plain_ops
+from vlm_serve.engine.numerics.dependence import parts_of
 from vlm_serve.engine.numerics.invariance import exact_only
 from vlm_serve.engine.requests.pooling import head_rows, pooled_tokens, with_task
 from vlm_serve.engine.requests.request import Language
@@ -117,7 +118,7 @@ def build(
     with_graphs = graphs_wanted(config.cuda_graphs, device, size)
     backend = find_backend(config, device)
     config = with_drafts(config, device, compiled=backend.compiled)
-    arithmetic = decide(config, spec.dtype, backend, spec.quantization)
+    arithmetic = decide(config, spec.dtype, backend, spec.quantization, parts_of(spec, config))
     config = with_block_size(config, model)
     assert config.block_size is not None
     if device.type == "cpu":

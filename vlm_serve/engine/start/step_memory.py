@@ -188,7 +188,7 @@ def measure_step_memory(
                 # Graphs of the tower and of steps share what lies between inputs and results.
                 tower, kept = _fixed_tower(model, patches[-1])
                 graphs += max(0, 2 * _peak(device, tower) - shared) + _peak(device, kept)
-            parts = fixed_parts(model.spec, config) if config.deterministic else 0
+            parts = partial_sums(model.spec, config)
             model.unbind()
             del caches
             if device.type == "cuda":
@@ -202,14 +202,15 @@ def measure_step_memory(
     return StepMemory(text + parts, media, graphs + (parts if with_graphs else 0))
 
 
-def fixed_parts(model: ModelSpec, config: EngineConfig) -> int:
-    """Return the bytes of partial sums in a decode step of as many sequences as may run, of the
-    longest context, if the keys are attended in parts of fixed bounds. Layers share them. Drafts of
-    captured steps are tokens like others."""
-    tokens = _longest(model, config)
-    return max(config.max_num_seqs, CapturedRows.of(config).draft_rows) * max(
-        layer.mixer.fixed_decode_bytes(tokens) for layer in model.layers
-    )
+def partial_sums(model: ModelSpec, config: EngineConfig) -> int:
+    """Return the most bytes of attention's partial sums in a step: of as many sequences as may run,
+    with the longest contexts, or of as many prompt tokens behind them. Layers and kinds of tokens
+    share them. Drafts of captured steps are tokens like others."""
+    keys, captured = _longest(model, config), CapturedRows.of(config)
+    decodes = max(config.max_num_seqs, captured.draft_rows)
+    tokens = max(config.max_num_batched_tokens, captured.prompt)
+    kinds = (decodes, 0), (tokens, max(config.max_num_seqs, captured.prompt_logits))
+    return max(layer.mixer.sums_bytes(*kind, keys) for layer in model.layers for kind in kinds)
 
 
 def _longest(model: ModelSpec, config: EngineConfig) -> int:

@@ -30,7 +30,7 @@ from vlm_serve.options.config import EngineConfig
 _log = logging.getLogger(__name__)
 
 _LONG = 8192
-"""Keys of a decoding sequence computed in several parts, whatever the model's heads."""
+"""Keys of a sequence that are attended in several parts."""
 _SEQUENCES = (1, 2, 4, 8, 9, 17, 33)
 """Decoding sequences for which some kernels are others than for one less. With codes, products of
 up to 8 rows are compiled for powers of two, those of more by tiles of rows."""
@@ -56,6 +56,7 @@ def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
             while tokens < config.max_num_batched_tokens:
                 steps.prefill(tokens)
                 tokens *= 2
+            steps.prefill(1, start=_LONG)
             for count in _SEQUENCES:
                 steps.decode(count)
         if adapter is not None and model.spec.vision is not None:
@@ -92,14 +93,14 @@ class _Steps:
         for pool in (*self._caches.of_unit("block"), *self._caches.of_unit("row")):
             pool.zero_()
 
-    def prefill(self, tokens: int) -> None:
-        """Compute a slice; all its tokens are of one block, and none of them is written."""
+    def prefill(self, tokens: int, start: int = 0) -> None:
+        """Compute a slice behind `start` tokens; all are of one block, and none is written."""
         chunk = self._config.gdn_chunk_size
         row = 0 if self._has_state else -1
         meta = PrefillMeta(
             cu_seqlens=(0, tokens),
-            starts=(0,),
-            block_tables=(self._blocks(tokens),),
+            starts=(start,),
+            block_tables=(self._blocks(start + tokens),),
             src_rows=(-1,),
             dst_rows=(row,),
             chunk_ends=((*range(chunk, tokens, chunk), tokens),),

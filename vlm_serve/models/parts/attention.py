@@ -17,10 +17,11 @@ from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.paged_attention import (
+    MOST_TILE_ROWS,
     attention_decode,
     attention_prefill,
     attention_verify,
-    fixed_part_bytes,
+    sums_bytes,
     without_first,
 )
 from vlm_serve.kernels.ranks import Ranks
@@ -70,8 +71,9 @@ class Attention(Mixer):
             Pool("kv_scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
         )
 
-    def fixed_decode_bytes(self, tokens: int) -> int:
-        return fixed_part_bytes(self.heads, self.head_dim, tokens)
+    def sums_bytes(self, tokens: int, slices: int, keys: int) -> int:
+        rows = tokens * self.heads + slices * MOST_TILE_ROWS * self.kv_heads
+        return sums_bytes(rows, self.head_dim, keys)
 
     def heads_to_split(self) -> Mapping[str, int]:
         return {"attention heads": self.heads}
@@ -174,19 +176,15 @@ class LoadedAttention(LoadedMixer):
     ) -> torch.Tensor:
         """Attend from one kind of tokens; `gate`: theirs, if there is one. Return
         `[T, heads * D]`."""
-        scale, exact = self.sizes.head_dim**-0.5, step.deterministic
+        scale = self.sizes.head_dim**-0.5
         if isinstance(meta, VerifyMeta):
-            return attention_verify(
-                q, cache, meta, *gate, scale=scale, deterministic=exact
-            ).flatten(1)
+            return attention_verify(q, cache, meta, *gate, scale=scale).flatten(1)
         if isinstance(meta, DecodeMeta):
-            first = step.first_key
-            return attention_decode(
-                q, cache, meta, *gate, scale=scale, deterministic=exact, first_key=first
-            ).flatten(1)
+            own = attention_decode(q, cache, meta, *gate, scale=scale, first_key=step.first_key)
+            return own.flatten(1)
         if step.first_key:
             cache, meta = without_first(cache, meta, step.first_key, q.dtype)
-        out = attention_prefill(q, cache, meta, scale=scale, deterministic=exact).flatten(1)
+        out = attention_prefill(q, cache, meta, scale=scale).flatten(1)
         return times_sigmoid(out, gate[0]) if gate else out
 
     def lower(self, program: Program, cache: KVLayer, *, last: bool) -> None:

@@ -182,9 +182,14 @@ class Mixer(ABC):
     def pools(self) -> tuple[Pool, ...]:
         """Return the pools of a layer's memory between steps."""
 
-    def fixed_decode_bytes(self, tokens: int) -> int:
-        """Return the bytes that one decode token takes on a GPU beside its activations, if the
-        longest sequence has so many tokens and its keys are attended in parts of fixed bounds."""
+    def sums_bytes(self, tokens: int, slices: int, keys: int) -> int:
+        """Return the most bytes that a step's partial sums take on a GPU beside its activations.
+
+        Args:
+            tokens: decode tokens, or those of prompts.
+            slices: of prompts; each may end in a tile of padding.
+            keys: tokens of the longest sequence.
+        """
         return 0
 
     @abstractmethod
