@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
-from vlm_serve.engine.requests.row_sums import log_softmax, running_sum, whole_sums
+from vlm_serve.kernels.sampling.row_sums import log_softmax, running_sum, whole_sums
 from vlm_serve.sampling_params import SamplingParams
 
 _FEW_LOGITS = 1 << 17
