@@ -48,7 +48,7 @@ _COUNTED, _KEPT, _BELOW = (tl.constexpr(mode) for mode in range(3))
 _INFINITE = tl.constexpr(float("inf"))
 
 # What differs between steps: specialising on it would recompile while serving.
-_kernel = triton.jit(do_not_specialize=["stride", "vocab", "num_parts", "num_own", "most"])
+_SIZES = ["stride", "vocab", "num_parts", "num_own", "most"]
 
 
 class Work(NamedTuple):
@@ -129,7 +129,7 @@ def _logits_of(of, row, ids):
     return own, changed, masked
 
 
-@_kernel
+@triton.jit(do_not_specialize=_SIZES)
 def _look_kernel(logits, rows, counts, work, stride, vocab, PARTS: tl.constexpr):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -193,7 +193,7 @@ def _units_of(scaled, top, total):
     return share, (share * _UNITS).to(tl.int64)
 
 
-@_kernel
+@triton.jit(do_not_specialize=_SIZES)
 def _weigh_kernel(logits, rows, counts, work, stride, vocab, num_parts, PARTS: tl.constexpr):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -226,7 +226,7 @@ def _total_of(work, row, num_parts, PARTS: tl.constexpr):
     return tl.sum(parts, axis=0).to(tl.float64) / _WEIGHT_UNITS
 
 
-@_kernel
+@triton.jit(do_not_specialize=_SIZES)
 def _share_kernel(logits, rows, counts, work, stride, vocab, num_parts, PARTS: tl.constexpr):
     row = tl.program_id(0)
     top_k = tl.load(rows.marks + row * _MARKS + 2)
@@ -520,7 +520,7 @@ def _drawn(of, work, row, scale, count, floor, total):
     return token
 
 
-@_kernel
+@triton.jit(do_not_specialize=_SIZES)
 def _draw_kernel(
     logits, rows, counts, work, found, stride, vocab, num_parts, num_own, most, PARTS: tl.constexpr
 ):
@@ -605,7 +605,9 @@ def sample_rows(
     own |= {"stride": logits.stride(0), "vocab": vocab, "PARTS": width}
     launch(_look_kernel, (count, parts), own, num_warps=_WARPS, fuse=False)
     own["num_parts"] = parts
-    for kernel in (_weigh_kernel,) * draws + (_share_kernel,) * unlimited:
-        launch(kernel, (count, parts), own, num_warps=_WARPS, fuse=False)
+    if draws:
+        launch(_weigh_kernel, (count, parts), own, num_warps=_WARPS, fuse=False)
+    if unlimited:
+        launch(_share_kernel, (count, parts), own, num_warps=_WARPS, fuse=False)
     own |= {"found": into, "num_own": into.tokens.shape[1], "most": into.tokens.shape[2] - 1}
     launch(_draw_kernel, (count,), own, num_warps=_WARPS, fuse=False)

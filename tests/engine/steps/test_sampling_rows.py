@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_ops import RecordedOps
 
 from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
 from vlm_serve.engine.steps import sampler as sampling
-from vlm_serve.engine.steps.sampler import SequenceSampler, draw_rows, sample
+from vlm_serve.engine.steps.sampler import SequenceSampler, sample
+from vlm_serve.kernels.sampling.reference import draw_rows as draw
 from vlm_serve.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -33,6 +33,18 @@ CHANGES: list[dict[str, Any]] = [
     {"presence_penalty": 0.8, "frequency_penalty": 0.2, "logit_bias": {7: 2.0}},
     {"temperature": 0.0},
 ]
+
+
+def draw_rows(
+    logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]
+) -> torch.Tensor:
+    """Draw from logits by the numbers that a sampler has for its rows."""
+    info = SequenceInfo(0, (1, 2), torch.zeros(3, 2), 0, NEUTRAL, 0)
+    own = [SequenceSampler(replace(info, params=each)) for each in params]
+    pairs = zip(own, uniforms, strict=True)
+    numbers = [(*each.numbers(0)[:3], uniform, 0, 0, 0, 0) for each, uniform in pairs]
+    top_k = torch.tensor([each.top_k for each in own])
+    return draw(logits, torch.tensor(numbers, dtype=torch.float64), top_k)
 
 
 def mask(rng: random.Random) -> bytes:
@@ -123,19 +135,3 @@ def test_rows_without_numbers_have_no_tokens(
         for number in found.keys() - bad:
             tokens = [one.token_id for one in found[number]]
             assert tokens == [one.token_id for one in expected[number]]
-
-
-@pytest.mark.parametrize("count", [1, 8])
-def test_the_host_waits_as_often_for_many_rows_as_for_one(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU each value that goes to the host on its own is a wait."""
-    monkeypatch.setattr(sampling, "at_once", lambda logits: True)
-    params = [replace(NEUTRAL, top_p=0.9)] * count
-    tasks = [SampleTask(number, 0) for number in range(count)]
-    with RecordedOps() as recorded:
-        sampled(torch.randn(count, VOCAB), tasks, params)
-    waits = ("_local_scalar_dense", "nonzero", "masked_select")
-    assert not [name for name in recorded.names if name in waits]
-    assert recorded.names.count("sort") == 1
-    assert len(recorded.names) < 80 + 4 * count

@@ -269,6 +269,7 @@ def _executor(
         draft_graphs=graphs.drafts,
         tower_graphs=graphs.tower,
         ahead=bool(graphs.steps),
+        max_num_seqs=config.max_num_seqs,
     )
 
 

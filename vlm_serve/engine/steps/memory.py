@@ -74,21 +74,23 @@ class StepMemory:
         vision: in the vision tower, for as many placeholder tokens as a step may encode.
         graphs: what captured steps keep.
         adapters: what the slots of adapters keep.
+        sampling: beside the logits, of as many sequences as may run, with the counts of penalties.
     """
 
     forward: int
     vision: int
     graphs: int
     adapters: int = 0
+    sampling: int = 0
 
     @property
     def total(self) -> int:
         """The tower and the language model run one after the other; the others keep theirs."""
-        return max(self.forward, self.vision) + self.graphs + self.adapters
+        return max(self.forward, self.vision) + self.graphs + self.adapters + self.sampling
 
     def __str__(self) -> str:
         parts = {"text": self.forward, "media": self.vision, "graphs": self.graphs}
-        parts["adapters"] = self.adapters
+        parts |= {"adapters": self.adapters, "sampling": self.sampling}
         return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
 
 
