@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from vlm_serve.kernels.sampling import DRAWN, GREEDY, REPORT, Found, Mark, Rows
+from vlm_serve.kernels.sampling import triton as sampling
 from vlm_serve.kernels.sampling.reference import PROMPT
 
 MOST = 5
@@ -90,3 +96,28 @@ class Case:
         counts = self.counts.clone()
         by(self.logits, self.rows, counts, found, **options)
         return found.tokens[0], found.tokens[1].view(torch.float32), found.following, counts
+
+
+@contextmanager
+def small(**sizes: int) -> Iterator[None]:
+    """Let the kernels have other tiles, bins and lists: small vocabularies then show all that large
+    ones do. The interpreter adapts Triton's language once for a
+    module, not at each call of a function."""
+    adapt, adapted = interpreter._patch_lang, dict[int, Any]()
+    constants = {name: tl.constexpr(size) for name, size in sizes.items()}
+
+    def adapt_once(function: Any) -> Mock:
+        module = id(function.__globals__)
+        if module not in adapted:
+            adapted[module] = adapt(function)
+        return Mock()
+
+    try:
+        with (
+            patch.object(interpreter, "_patch_lang", adapt_once),
+            patch.multiple(sampling, **constants),
+        ):
+            yield
+    finally:
+        for scope in reversed(adapted.values()):
+            scope.restore()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.language as tl
-from sampling_cases import Case
+from sampling_cases import Case, small
 from triton_case import kernels
 
 from vlm_serve.kernels.sampling import reference
@@ -13,15 +12,11 @@ from vlm_serve.kernels.sampling import triton as sampling
 
 SIZES = {"TILE": 128, "BINS": 128, "LISTED": 64, "_PART": 64}
 """Small tiles, bins and lists: vocabularies of some hundreds show all that large ones do."""
+
+
 def in_kernels(case: Case) -> tuple[torch.Tensor, ...]:
-    with kernels():
+    with kernels(), small(**SIZES):
         return case.sampled(sampling.sample_rows)
-
-
-@pytest.fixture(autouse=True)
-def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in SIZES.items():
-        monkeypatch.setattr(sampling, name, tl.constexpr(size))
 
 
 def check(case: Case) -> None:
