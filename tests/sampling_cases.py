@@ -89,6 +89,12 @@ class Case:
         )
         self.own = count
 
+    def keep(self, rows: int) -> None:
+        """Ask for the first rows alone."""
+        parts = self.rows._asdict()
+        parts |= {name: parts[name][:rows] for name in ("numbers", "marks", "before")}
+        self.rows, self.own = Rows(**parts), rows
+
     def sampled(self, by: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         """Ids, log-probabilities, following tokens and counts."""
         own = self.own

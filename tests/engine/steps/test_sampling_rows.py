@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_cases import small
+from triton_case import kernels
 
 from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
 from vlm_serve.engine.steps import sampler as sampling
@@ -94,6 +96,22 @@ def test_tokens_are_those_of_rows_one_by_one(seed: int, monkeypatch: pytest.Monk
         assert [one.token_id for one in found[number]] == [one.token_id for one in ones]
         for one, other in zip(found[number], ones, strict=True):
             assert one.logprobs == other.logprobs
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_have_the_tokens_of_rows_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, tasks, params = batch(seed)
+    expected = sampled(logits, tasks, params)
+    monkeypatch.setattr(sampling, "at_once", lambda logits: True)
+    with kernels(), small(TILE=128, LISTED=128, BINS=128, _PART=128, _AT_ONCE=128):
+        found = sampled(logits, tasks, params)
+    for number, ones in expected.items():
+        assert [one.token_id for one in found[number]] == [one.token_id for one in ones]
+        for one, other in zip(found[number], ones, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_a_row_s_token_does_not_depend_on_the_rows_beside_it() -> None:
