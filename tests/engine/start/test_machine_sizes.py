@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from vlm_serve.batch import runner
 from vlm_serve.cli import main
 from vlm_serve.commands.plan import make
+from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.start.machine_sizes import MachineSizes, Size, with_step_target
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.server.config import ServerConfig
 
 DATA = Path(__file__).parents[2] / "data"
 GIB = 1 << 30
@@ -99,3 +102,20 @@ def test_measured_steps_are_in_the_table() -> None:
     assert rows[1][1].endswith("8.0 ms a step, 8000 tokens a second")
     assert "tokens a second" not in rows[2][1]
     assert rows[3][1] == "at most 2048 tokens, 40 ms beside prompts at best"
+
+
+def test_jobs_of_a_file_are_as_many_as_the_engine_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as its options say, which a GPU's memory changes."""
+    made, seen = Engine.from_checkpoint, list[int]()
+
+    def decided(model: str, config: EngineConfig) -> Engine:
+        return made(model, replace(config, max_num_seqs=32))
+
+    async def served(*arguments: Any) -> None:
+        seen.append(arguments[-1])
+
+    monkeypatch.setattr(Engine, "from_checkpoint", decided)
+    monkeypatch.setattr(runner, "serve_jobs", served)
+    job: Any = None
+    runner.run_jobs("demo", EngineConfig(), ServerConfig(), [job], lambda *_: None, None)
+    assert seen == [64]
