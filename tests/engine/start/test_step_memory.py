@@ -171,14 +171,12 @@ def test_the_table_names_the_parts() -> None:
 
 def test_sampling_of_a_crowd_is_bounded() -> None:
     """Beside the logits, with the counts of penalties; and in few launches."""
-    params = [
-        SamplingParams(**{"temperature": 0.7, **fields})
-        for fields in (
-            {"top_p": 0.8, "top_k": 20, "presence_penalty": 1.5, "logprobs": 20},
-            {"top_k": -1, "repetition_penalty": 1.1, "logit_bias": {5: 1.0}, "logprobs": 1},
-            {"temperature": 0.0, "frequency_penalty": 1.0},
-        )
-    ]
+    kinds: tuple[dict[str, Any], ...] = (
+        {"top_p": 0.8, "top_k": 20, "presence_penalty": 1.5, "logprobs": 20},
+        {"top_k": -1, "repetition_penalty": 1.1, "logit_bias": {5: 1.0}, "logprobs": 1},
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+    )
+    params = [SamplingParams(**{"temperature": 0.7, **fields}) for fields in kinds]
     logits = torch.empty(256, 248_320, device="meta")
     step = crowd_of(logits, [params[row % 3] for row in range(256)])
     assert peak_of(step) <= 350 << 20
