@@ -73,13 +73,10 @@ PARTS = (
 SAMPLING = (
     ("sample", "the loop over a step's tasks"),
     ("_best", "greedy rows, unless the compiled step has found the largest logits already"),
-    ("_best_on_device", "greedy rows on a GPU, and where several threads search"),
-    ("choose_tasks", "all rows of a step that the next one may be ahead of, on a GPU"),
     ("SequenceSampler.choose", "the mask of a grammar"),
     ("SequenceSampler._changed", "`logit_bias` and penalties"),
     ("SequenceSampler._draw", "`temperature`, `top_k`, `top_p`, `min_p` and the draw"),
     ("_top_logprobs", "log-probabilities"),
-    ("choose_rows", "all of this for many rows at once, on a GPU (`engine/steps/sampler.py`)"),
 )
 """Functions of engine/steps/sampler.py and what they are for."""
 BEST = "find_argmax"

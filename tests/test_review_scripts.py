@@ -25,6 +25,7 @@ SMALL = {
 }
 """Arguments with which a script takes seconds."""
 LARGE = {
+    "sampled_rows": ("--rows 16", "16 rows, 0 differ"),
     "stream_load": ("2 8", "of Python's pace"),
     "trace_files": ("text", " files, "),
     "turn_cost": ("--turns 1 --times 1", "hit by messages"),

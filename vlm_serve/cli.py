@@ -89,6 +89,11 @@ def build_parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=run_plan)
     _add_model(plan, also="; or a config.json")
     plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    plan.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="free memory of a GPU that is not here, such as 80GiB, with --device cuda",
+    )
     # The server's options have no effect, but a `serve` command line stays valid for `plan`.
     _add_configs(plan, ServerConfig, EngineConfig)
 
@@ -353,7 +358,9 @@ def run_plan(options: argparse.Namespace) -> int:
     model, engine_config, _ = _model_and_configs(options)
     from vlm_serve.commands import plan as plan_command
 
-    plan_command.run(model, engine_config, as_json=options.json)
+    plan_command.run(
+        model, engine_config, as_json=options.json, device_memory=options.device_memory
+    )
     return 0
 
 

@@ -37,6 +37,7 @@ from vlm_serve.kernels.paged_attention import (
     attention_prefill,
 )
 from vlm_serve.kernels.rope import Rotation, qk_norm_rope
+from vlm_serve.kernels.sampling import Found, Rows, sample_rows
 from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.kernels.state_copy import copy_rows
 
@@ -47,6 +48,7 @@ BATCH = 32
 DRAFTED = 8
 LONGEST = 32768
 STATE_ROWS = 32
+VOCABULARY = 248_320
 CPU = torch.device("cpu")
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
@@ -67,6 +69,7 @@ def cases(models: Sequence[str]) -> Iterator[Case]:
             yield from _experts(shapes)
             yield from changed_experts(shapes, CODES)
     yield from _segments()
+    yield "sampling", _sampling
 
 
 def _memory_ops(shapes: Shapes) -> Iterator[Case]:
@@ -197,6 +200,21 @@ def _segments() -> Iterator[Case]:
         for dim in (64, 72):
             q, k, v = torch.empty(TOKENS, 3, 16, dim, dtype=dtype).unbind(1)
             yield label, partial(segment_attention, q, k, v, tiles, scale=dim**-0.5)
+
+
+def _sampling() -> None:
+    """A step of all kinds of rows: what differs between vocabularies is the number of parts."""
+    rows = Rows(
+        torch.empty(BATCH, 8, dtype=torch.float64),
+        torch.empty(BATCH, 10, dtype=torch.int32),
+        torch.empty(1, VOCABULARY // 8, dtype=torch.uint8),
+        torch.empty(1, dtype=torch.int32),
+        torch.empty(1),
+        torch.empty(BATCH, dtype=torch.int64),
+    )
+    found = Found(torch.empty(2, BATCH, 1, dtype=torch.int32), torch.empty(BATCH).long())
+    counts = torch.empty(1, VOCABULARY, dtype=torch.int32)
+    sample_rows(torch.empty(BATCH, VOCABULARY), rows, counts, found)
 
 
 def _experts(shapes: Shapes) -> Iterator[Case]:

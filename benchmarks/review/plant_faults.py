@@ -196,9 +196,9 @@ FAULTS = {
         _QUEUE,
     ),
     "sampler_reads_row_above": Fault(
-        STEPS + "sampler.py",
-        "logits[_index(drawn, logits.device)]\n",
-        "logits[: len(drawn)]\n",
+        STEPS + "row_sampling.py",
+        "Mark(row, kind, top_k,",
+        "Mark(0, kind, top_k,",
         _tests(TESTS + "test_sampling_rows.py"),
     ),
     "tile_row_padding": Fault(

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from server_process import COMMAND
 
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.options import DeployConfig
-from vlm_serve.deploy.serving import replicas_for, with_threads
+from vlm_serve.deploy.serving import max_open_requests, replicas_for, with_threads
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
@@ -114,3 +116,17 @@ def test_the_gateway_never_imports_torch() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("engine", "most"),
+    [
+        (EngineConfig(), 8),
+        (EngineConfig(device="cuda"), 256),
+        (EngineConfig(device="cuda", max_num_seqs=16), 16),
+    ],
+    ids=["cpu", "gpu", "given"],
+)
+def test_open_requests_are_of_what_a_replica_may_run(engine: EngineConfig, most: int) -> None:
+    setup: Any = SimpleNamespace(engine=engine, server=ServerConfig())
+    assert max_open_requests(setup) == most + 256

@@ -55,14 +55,14 @@ def run_jobs(
         return
     from vlm_serve.engine.engine import Engine
 
+    engine = Engine.from_checkpoint(model, engine_config)
+    width = concurrency or 2 * engine.config.max_num_seqs
     # The server's queue must hold all concurrent jobs.
-    width = concurrency or 2 * engine_config.max_num_seqs
     server_config = replace(
         server_config,
         max_queued_requests=max(server_config.max_queued_requests, width),
         batch_store=None,  # no route for files is asked
     )
-    engine = Engine.from_checkpoint(model, engine_config)
     try:
         asyncio.run(serve_jobs(engine, server_config, model, jobs, on_reply, width))
     finally:

@@ -26,6 +26,7 @@ from vlm_serve.engine.start.build import (
     with_block_size,
 )
 from vlm_serve.engine.start.draft_start import with_drafts, with_mtp
+from vlm_serve.engine.start.machine_sizes import MachineSizes, with_machine
 from vlm_serve.engine.start.step_memory import planned_step_memory
 from vlm_serve.engine.steps.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -34,15 +35,17 @@ from vlm_serve.engine.steps.memory import (
     StepMemory,
     default_cache_memory,
     embedding_bytes,
+    live_bytes,
     plan_memory,
     split_by_interval,
 )
 from vlm_serve.engine.steps.ranks.start import slot_bytes
 from vlm_serve.engine.steps.step_paths import find_backend, graphs_wanted
+from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, check_stored, prompt_price, weight_bytes
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.options.declared import format_size
+from vlm_serve.options.declared import format_size, parse_size
 
 TABLE_INTERVALS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MIB = float(1 << 20)
@@ -58,6 +61,7 @@ class ServingPlan:
         max_model_len: longest prompt plus answer, in tokens.
         steps: what steps take on a GPU beside weights and pools; None elsewhere, and with ranks.
         adapter_bytes: of the adapters that options name, in host memory and laid out.
+        machine: what a GPU's memory decides; None: not known, or on a CPU.
     """
 
     model: ModelSpec
@@ -70,21 +74,30 @@ class ServingPlan:
     embedding_bytes: int
     adapter_bytes: int
     steps: StepMemory | None
+    machine: MachineSizes | None
 
 
-def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
+def run(
+    model: str, config: EngineConfig, *, as_json: bool, device_memory: str | None = None
+) -> None:
     """Print the plan.
+
+    Args:
+        model, config: as for serving.
+        as_json: print JSON.
+        device_memory: free memory of a GPU that is not here, such as "80GiB".
 
     Raises:
         CheckpointError: there is no readable config.
         ConfigError: it cannot fit; names the option.
     """
     with naming_folder(model):
-        plan = make(model, config)
+        free = None if device_memory is None else parse_size(device_memory, "device_memory")
+        plan = make(model, config, free)
     print(json.dumps(_as_json(plan)) if as_json else render(plan))
 
 
-def make(model: str, config: EngineConfig) -> ServingPlan:
+def make(model: str, config: EngineConfig, device_memory: int | None = None) -> ServingPlan:
     """Compute the plan without loading weights or compiling kernels. Raises as `run`."""
     config = with_block_size(config, model)
     ranks = config.tensor_parallel_size
@@ -105,37 +118,53 @@ def make(model: str, config: EngineConfig) -> ServingPlan:
     backend = find_backend(config, device, build=False)
     config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization, parts_of(spec, config))
-    # The memory of an absent GPU is unknown: use this machine's instead.
-    here = device if torch.cuda.is_available() else torch.device("cpu")
-    cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)
-    memory = plan_memory(layout, config, arithmetic.types, cache_memory)
-    steps = None
-    if device.type == "cuda" and ranks == 1:
+    types = arithmetic.types
+    weights = weight_bytes(
+        spec,
+        weights=types.weights,
+        compute=types.compute,
+        device=device,
+        compiled=backend.compiled,
+        tensor_parallel=ranks,
+        drafts=mtp,
+        bits=arithmetic.bits,
+        head_rows=head_rows(config, spec),
+    )
+    on_gpu = device.type == "cuda"
+    if device_memory is not None and not on_gpu:
+        raise ConfigError(
+            "device_memory is that of a GPU: add --device cuda", param="device_memory"
+        )
+    free, machine, steps = device_memory, None, None
+    if on_gpu and free is None and torch.cuda.is_available():
+        free = torch.cuda.mem_get_info(device)[0]
+    beside = None if free is None else free - weights.in_memory
+    if beside is not None and ranks == 1:
+        config, machine = with_machine(config, layout, types, spec.vocab_size, beside)
+    if on_gpu and ranks == 1:
         graphs = graphs_wanted(config.cuda_graphs, device)
-        steps = planned_step_memory(spec, path, arithmetic.types, config, with_graphs=graphs)
+        steps = planned_step_memory(spec, path, types, config, with_graphs=graphs)
+    # The memory of an absent GPU is unknown, unless it is given: use this machine's instead.
+    here = device if beside is not None else torch.device("cpu")
+    live = live_bytes(layout, config, types)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(
+        here, ranks, steps, live=live, free=beside
+    )
+    memory = plan_memory(layout, config, types, cache_memory)
     return ServingPlan(
         model=spec,
         config=config,
         arithmetic=arithmetic,
-        weights=weight_bytes(
-            spec,
-            weights=arithmetic.types.weights,
-            compute=arithmetic.types.compute,
-            device=device,
-            compiled=backend.compiled,
-            tensor_parallel=ranks,
-            drafts=mtp,
-            bits=arithmetic.bits,
-            head_rows=head_rows(config, spec),
-        ),
+        weights=weights,
         memory=memory,
         rows=tuple(
             _table_row(memory, interval) for interval in TABLE_INTERVALS if layout.has_state
         ),
         max_model_len=longest_context(config, spec, memory),
-        embedding_bytes=embedding_bytes(spec, arithmetic.types),
+        embedding_bytes=embedding_bytes(spec, types),
         adapter_bytes=planned_bytes(config, compiled=backend.compiled),
         steps=steps,
+        machine=machine,
     )
 
 
@@ -178,6 +207,9 @@ def _as_json(plan: ServingPlan) -> dict[str, Any]:
         "draft_update_bytes": memory.num_updates * memory.update_bytes,
         "embedding_bytes": plan.embedding_bytes,
         "adapter_bytes": plan.adapter_bytes,
+        "max_num_seqs": plan.config.max_num_seqs,
+        "max_num_batched_tokens": plan.config.max_num_batched_tokens,
+        "sizes": [asdict(size) for size in plan.machine.sizes] if plan.machine else None,
         "step_bytes": asdict(plan.steps) if plan.steps else None,
         "tokens": memory.tokens,
         "snapshots": memory.num_snapshot_rows,
@@ -200,6 +232,7 @@ def render(plan: ServingPlan) -> str:
         ),
         *([("steps", f"{plan.steps}, extra")] if plan.steps else []),
         *_drafts(plan),
+        *(plan.machine.rows(plan.config) if plan.machine else []),
         *_tiers(plan.config),
         ("tokens", str(memory.tokens)),
         ("context", f"{plan.max_model_len} tokens"),

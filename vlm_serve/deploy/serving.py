@@ -11,7 +11,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRoute
 
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.replica import EngineReplica, ReplicaSetup
-from vlm_serve.options.config import EngineConfig
+from vlm_serve.engine.start.machine_sizes import CHOICES
+from vlm_serve.options.config import EngineConfig, Fallback
 
 CHANNELS = 64
 """Calls that a replica takes in addition to requests: one for each gateway's channel."""
@@ -22,8 +23,12 @@ LEAVING_SECONDS = 1.0
 
 
 def max_open_requests(setup: ReplicaSetup) -> int:
-    """Return the limit of open requests per replica."""
-    return setup.engine.max_num_seqs + setup.server.max_queued_requests
+    """Return the limit of open requests per replica; where a GPU's memory decides how many run,
+    with the most that may."""
+    engine = setup.engine
+    decided = isinstance(engine.max_num_seqs, Fallback) and engine.device.startswith("cuda")
+    running = CHOICES[-1] if decided else engine.max_num_seqs
+    return running + setup.server.max_queued_requests
 
 
 def application(setup: ReplicaSetup, deploy: DeployConfig) -> serve.Application:

@@ -54,8 +54,11 @@ def engine_rows(parts: EngineParts) -> Iterator[tuple[str, str]]:
         compiled = bool(options.compiled_kernels)
         yield "adapters", parts.adapters.described(options.max_loras, compiled=compiled)
     yield "drafts", _drafts(parts)
-    yield "sequences", str(options.max_num_seqs)
-    yield "step", f"at most {options.max_num_batched_tokens} tokens"
+    if parts.machine is not None:
+        yield from parts.machine.rows(options)
+    else:
+        yield "sequences", str(options.max_num_seqs)
+        yield "step", f"at most {options.max_num_batched_tokens} tokens"
     if options.enable_prefix_caching:
         yield "granularity", f"{options.block_size} tokens; exactly at the ends of media and turns"
     else:

@@ -28,6 +28,10 @@ _adapters = section("adapters")
 _EXPERTS = ("none", "gate_up_proj", "down_proj", "all")
 
 
+class Fallback(int):
+    """A default number, in place of which an engine on a GPU chooses one by its memory."""
+
+
 @explains_keywords
 @dataclass(frozen=True)
 class EngineConfig:
@@ -279,17 +283,25 @@ class EngineConfig:
         metavar="RATE",
     )
     max_num_seqs: int = _scheduler(
-        8, "maximum number of concurrently running sequences", low=1, high=4096
+        Fallback(8),
+        "maximum number of concurrently running sequences",
+        low=1,
+        high=4096,
+        default_text="8; on a GPU up to 256, as its memory allows",
     )
     max_num_batched_tokens: int = _scheduler(
-        2048, "maximum tokens per step, prefill and decode in total", low=1
+        Fallback(2048),
+        "maximum tokens per step, prefill and decode in total",
+        low=1,
+        default_text="2048; 8192 on a GPU with 16 GiB beside the weights",
     )
-    step_time_target: float = _scheduler(
-        25.0,
+    step_time_target: float | None = _scheduler(
+        None,
         "target duration of a step in milliseconds, reached by fewer prompt tokens per step, but "
         "at least 256, or 1024 for a single request; 0: no target",
         low=0.0,
         high=60_000,
+        default_text="25; on a GPU four times a measured step without prompts, 25 to 200",
         metavar="MS",
     )
     speculative: str = _scheduler(

@@ -55,7 +55,6 @@ def test_steps_of_rows_follow_until_something_happens() -> None:
 
 
 REASONS: dict[str, dict[str, Any]] = {
-    "penalties": {"presence_penalty": 0.5},
     "choices": {"n": 2},
     "routed experts": {"return_routed_experts": True},
     "prompt log-probabilities": {"prompt_logprobs": 1},

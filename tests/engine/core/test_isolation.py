@@ -127,8 +127,8 @@ def test_what_cannot_be_planned_ends_alone(pipe: Pipeline) -> None:
     endings: list[Delta] = []
     with patch.object(Sequence, "sample_task", faulty):
         prompt = pipe.engine.preprocessor.prepare_tokens(bad)
-        # A step with penalties is planned sequence by sequence.
-        params = greedy(12, n=2, presence_penalty=0.01)
+        # A step with bad words is planned sequence by sequence.
+        params = greedy(12, n=2, bad_words=("qqqq",))
         pipe.engine.submit(prompt, params, endings.append)
         outputs = pipe.generate_many(good, greedy(12))
         with pytest.raises(EngineError, match="step fail"):

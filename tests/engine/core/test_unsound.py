@@ -48,13 +48,15 @@ def poisoned(pipe: Pipeline, position: int, value: float) -> Iterator[None]:
     """Logits of sequences with the poison token in their prompt, from a position on, are wrong."""
     known, sample = executor_of(pipe.engine)._known, local_executor.sample  # type: ignore[attr-defined]
 
-    def faulty(logits: torch.Tensor, tasks: Any, samplers: Any, rows: Any, best: Any) -> Any:
+    def faulty(
+        logits: torch.Tensor, tasks: Any, samplers: Any, rows: Any, best: Any, counts: Any
+    ) -> Any:
         for task, row in zip(tasks, rows, strict=True):
             poisoned = POISON_TOKEN in known[task.sequence].info.token_ids
             if poisoned and task.position >= position:
                 logits, best = logits.clone(), None
                 logits[row, 5:] = value
-        return sample(logits, tasks, samplers, rows, best)
+        return sample(logits, tasks, samplers, rows, best, counts)
 
     compute = LocalExecutor._compute_rows
 

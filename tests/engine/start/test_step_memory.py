@@ -11,19 +11,28 @@ import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
 from families import FAMILIES
+from launch_counts import Operations
 from make_checkpoint import make_checkpoint
 from parity import executor_of
 
 from vlm_serve.engine.start import step_memory
-from vlm_serve.engine.start.step_memory import largest_span, measure_step_memory, partial_sums
+from vlm_serve.engine.start.sampling_memory import crowd_of
+from vlm_serve.engine.start.step_memory import (
+    largest_span,
+    measure_step_memory,
+    partial_sums,
+    peak_of,
+)
 from vlm_serve.engine.steps import memory as sizes
 from vlm_serve.engine.steps.memory import StepMemory, default_cache_memory
 from vlm_serve.engine.steps.step_sizes import CapturedRows
 from vlm_serve.engine.steps.tower_graphs import patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.paged_attention import SUMS_BYTES
+from vlm_serve.kernels.triton_support import Target, record_launches
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
+from vlm_serve.sampling_params import SamplingParams
 
 GPU = torch.device("cuda", 0)
 CONFIG = EngineConfig(
@@ -73,7 +82,7 @@ def test_the_largest_step_and_picture_of_every_family_run(
         )
     assert bool(spans) == bool(spec.vision_depth)
     tower = bool(patch_sizes(model.spec, CONFIG))
-    assert card.runs == 2 + bool(spans) + 2 * tower
+    assert card.runs == 3 + bool(spans) + 2 * tower
     kept = CapturedRows.of(CONFIG).result_bytes(model.spec.vocab_size, 0)
     assert kept > 0
     # Block tables of 128 tokens: of four sequences, and of four beside four prompts and no prompt,
@@ -81,8 +90,9 @@ def test_the_largest_step_and_picture_of_every_family_run(
     kept += 2 * 4 * 8 * (4 + 9)
     # Steps and pictures share 8000 bytes, 4000 of which steps take; 5000 are the tower's own.
     kept += 9000 if tower else 0
-    assert found == StepMemory(1000, 3000 if spans else 0, 4000 + kept)
-    assert found.total == (7000 if spans else 5000) + kept
+    sampling = 1000 * card.runs
+    assert found == StepMemory(1000, 3000 if spans else 0, 4000 + kept, sampling=sampling)
+    assert found.total == (7000 if spans else 5000) + kept + sampling
 
 
 def test_partial_sums_of_long_contexts_count(
@@ -112,7 +122,7 @@ def test_partial_sums_of_long_contexts_count(
     assert partial_sums(model.spec, options) == rows * parts * (1 + 1 + dim) * 4
     long = replace(options, max_model_len=1 << 20, max_num_batched_tokens=8192)
     assert partial_sums(model.spec, long) == SUMS_BYTES
-    one, other = (each.forward - 1000 * turn for turn, each in zip((1, 3), sides, strict=True))
+    one, other = (each.forward - 1000 * turn for turn, each in zip((1, 4), sides, strict=True))
     assert other - one == partial_sums(model.spec, options)
 
 
@@ -160,3 +170,19 @@ def test_the_cache_takes_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_table_names_the_parts() -> None:
     assert str(StepMemory(3 << 30, 1 << 20, 0)) == "text 3 GiB, media 1 MiB"
+
+
+def test_sampling_of_a_crowd_is_bounded() -> None:
+    """Beside the logits, with the counts of penalties; and in few launches."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"top_p": 0.8, "top_k": 20, "presence_penalty": 1.5, "logprobs": 20},
+        {"top_k": -1, "repetition_penalty": 1.1, "logit_bias": {5: 1.0}, "logprobs": 1},
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+    )
+    params = [SamplingParams(**{"temperature": 0.7, **fields}) for fields in kinds]
+    logits = torch.empty(256, 248_320, device="meta")
+    step = crowd_of(logits, [params[row % 3] for row in range(256)])
+    assert peak_of(step) <= 350 << 20
+    with record_launches(Target("cuda", 90)) as launches, Operations() as operations:
+        step()
+    assert len(launches) + operations.counts.total() <= 6

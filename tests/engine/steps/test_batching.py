@@ -26,7 +26,7 @@ def test_taking_a_slice_twice_changes_nothing() -> None:
     known.take(item)
     for _ in range(2):
         assert known.table.tolist() == [7, 8, 5]
-        assert known.sampler._generated == [40, 41]
+        assert known.sampler.generated == [40, 41]
         assert known.token_ids(item) == (8, 9, 40, 41)
         assert known.positions(8, 12).tolist() == [
             [8, 9, 6, 7],
@@ -35,7 +35,7 @@ def test_taking_a_slice_twice_changes_nothing() -> None:
         ]
         known.take(item)
     known.take(piece(11, 12, (50,), 0, 1))
-    assert known.table.tolist() == [1] and known.sampler._generated == [40, 50]
+    assert known.table.tolist() == [1] and known.sampler.generated == [40, 50]
 
 
 def test_what_has_not_arrived_is_missed() -> None:
@@ -49,7 +49,7 @@ def test_what_has_not_arrived_is_missed() -> None:
 def test_of_drafts_the_chooser_learns_only_what_is_certain() -> None:
     known = KnownSequence(INFO)
     known.take(Slice(0, "verify", (40, 41, 42), 10, 13, 0, 0, 0, (7, 8, 9, 10), 0))
-    assert known.sampler._generated == [40]
+    assert known.sampler.generated == [40]
 
 
 def test_the_largest_logits_are_wanted_where_a_greedy_token_is() -> None:

@@ -100,22 +100,31 @@ MIXED = [
     params(temperature=0.7, top_p=0.8, seed=5, min_tokens=9, ignore_eos=False, max_tokens=40),
     params(allowed_token_ids=list(range(5, 200)), max_tokens=11),
 ]
+PENALISED = [
+    params(presence_penalty=1.5, temperature=0.7, top_p=0.8, seed=4),
+    params(frequency_penalty=0.7, repetition_penalty=1.2),
+    params(presence_penalty=0.5, logit_bias={7: 3.0}, logprobs=1, temperature=0.6, seed=9),
+    params(repetition_penalty=1.3, top_k=-1, temperature=1.1, seed=2),
+]
 
 
 def said(outputs: list[Output]) -> list[Any]:
     return [(each.token_ids, each.logprobs, each.finish_reason) for each in outputs]
 
 
-def test_answers_have_the_same_bits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mixed", [MIXED, PENALISED], ids=["mixed", "penalised"])
+def test_answers_have_the_same_bits(
+    mixed: list[SamplingParams], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cold, hit, beside others and again."""
 
     def answers() -> list[Any]:
         found = []
         for _ in range(2):
-            found += said(pipe.generate_many(PROMPTS, MIXED))
+            found += said(pipe.generate_many(PROMPTS, mixed))
             found += said(pipe.generate_many(PROMPTS[:1] * 6, [params(max_tokens=9)] * 6))
             longer = [[*prompt, *output[0]] for prompt, output in zip(PROMPTS, found, strict=False)]
-            found += said(pipe.generate_many(longer, MIXED[::-1]))
+            found += said(pipe.generate_many(longer, mixed[::-1]))
         return found
 
     with engine(checkpoint, monkeypatch, ahead=False) as pipe:

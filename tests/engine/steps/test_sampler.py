@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
-from vlm_serve.engine.steps.sampler import UNSOUND, SequenceSampler, sample, uniform
+from vlm_serve.engine.steps.sampler import SequenceSampler, sample, uniform
+from vlm_serve.kernels.sampling.reference import UNSOUND
 from vlm_serve.sampling_params import SamplingParams
 
 NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_ops import RecordedOps
+from sampling_cases import small
+from triton_case import kernels
 
 from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
 from vlm_serve.engine.steps import sampler as sampling
-from vlm_serve.engine.steps.sampler import SequenceSampler, draw_rows, sample
+from vlm_serve.engine.steps.sampler import SequenceSampler, sample
+from vlm_serve.kernels.sampling.reference import draw_rows as draw
 from vlm_serve.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -33,6 +35,18 @@ CHANGES: list[dict[str, Any]] = [
     {"presence_penalty": 0.8, "frequency_penalty": 0.2, "logit_bias": {7: 2.0}},
     {"temperature": 0.0},
 ]
+
+
+def draw_rows(
+    logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]
+) -> torch.Tensor:
+    """Draw from logits by the numbers that a sampler has for its rows."""
+    info = SequenceInfo(0, (1, 2), torch.zeros(3, 2), 0, NEUTRAL, 0)
+    own = [SequenceSampler(replace(info, params=each)) for each in params]
+    pairs = zip(own, uniforms, strict=True)
+    numbers = [(*each.numbers(0)[:3], uniform, 0, 0, 0, 0) for each, uniform in pairs]
+    top_k = torch.tensor([each.top_k for each in own])
+    return draw(logits, torch.tensor(numbers, dtype=torch.float64), top_k)
 
 
 def mask(rng: random.Random) -> bytes:
@@ -84,6 +98,22 @@ def test_tokens_are_those_of_rows_one_by_one(seed: int, monkeypatch: pytest.Monk
             assert one.logprobs == other.logprobs
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_have_the_tokens_of_rows_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, tasks, params = batch(seed)
+    expected = sampled(logits, tasks, params)
+    monkeypatch.setattr(sampling, "at_once", lambda logits: True)
+    with kernels(), small(TILE=128, LISTED=128, BINS=128, _PART=128, _AT_ONCE=128):
+        found = sampled(logits, tasks, params)
+    for number, ones in expected.items():
+        assert [one.token_id for one in found[number]] == [one.token_id for one in ones]
+        for one, other in zip(found[number], ones, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
 def test_a_row_s_token_does_not_depend_on_the_rows_beside_it() -> None:
     """With many equal logits, as those of 16-bit types are."""
     generator = torch.Generator().manual_seed(1)
@@ -123,19 +153,3 @@ def test_rows_without_numbers_have_no_tokens(
         for number in found.keys() - bad:
             tokens = [one.token_id for one in found[number]]
             assert tokens == [one.token_id for one in expected[number]]
-
-
-@pytest.mark.parametrize("count", [1, 8])
-def test_the_host_waits_as_often_for_many_rows_as_for_one(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU each value that goes to the host on its own is a wait."""
-    monkeypatch.setattr(sampling, "at_once", lambda logits: True)
-    params = [replace(NEUTRAL, top_p=0.9)] * count
-    tasks = [SampleTask(number, 0) for number in range(count)]
-    with RecordedOps() as recorded:
-        sampled(torch.randn(count, VOCAB), tasks, params)
-    waits = ("_local_scalar_dense", "nonzero", "masked_select")
-    assert not [name for name in recorded.names if name in waits]
-    assert recorded.names.count("sort") == 1
-    assert len(recorded.names) < 80 + 4 * count

@@ -4,16 +4,19 @@ fall. The device's launches have theirs in `tests/data/launches.toml`."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from wait_counts import Traffic, resident
+from wait_counts import GPU, Traffic, resident
 
 from vlm_serve.engine.requests.plan import SampleTask, SequenceInfo
 from vlm_serve.engine.steps.prompt_rows import logprob_rows
-from vlm_serve.engine.steps.sampler import SequenceSampler, choose_tasks, sample
+from vlm_serve.engine.steps.row_sampling import Chosen, prepare
+from vlm_serve.engine.steps.sampler import SequenceSampler, sample
+from vlm_serve.engine.steps.token_counts import TokenCounts
+from vlm_serve.kernels import sampling
 from vlm_serve.sampling_params import SamplingParams
 
 VOCAB, ROWS = 64, 4
@@ -24,16 +27,31 @@ REPORTED = dataclasses.replace(DRAWN, logprobs=2)
 ALLOWED = bytes([255] * (VOCAB // 8))
 
 
+@pytest.fixture(autouse=True)
+def rule() -> Iterator[None]:
+    """Let torch compute what a launch would, unseen by those who count."""
+
+    def computed(*args: Any, **options: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            sampling._sample.torch(*args, **options)
+
+    before = sampling._sample.replace_triton(computed)
+    yield
+    sampling._sample.replace_triton(before)
+
+
 def traffic(params: SamplingParams, mask: bytes | None = None) -> tuple[int, int]:
     """Waits and copies of the second step of some sequences."""
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
     position = torch.zeros(3, 1, dtype=torch.int64)
+    with Traffic():
+        counts = TokenCounts(ROWS, GPU)
     infos = [SequenceInfo(row, (5, 6), position, 0, params, seed=row) for row in range(ROWS)]
     samplers = {info.sequence: SequenceSampler(info) for info in infos}
     for step in range(2):
         tasks = [SampleTask(row, step, mask) for row in range(ROWS)]
         with Traffic() as found:
-            tokens = sample(resident(logits), tasks, samplers, range(ROWS))
+            tokens = sample(resident(logits), tasks, samplers, range(ROWS), counts=counts)
             for row, (one,) in tokens.items():
                 samplers[row].replace(step, (one.token_id,))
     return found.waits.total(), found.copies.total()
@@ -44,14 +62,14 @@ def traffic(params: SamplingParams, mask: bytes | None = None) -> tuple[int, int
     [
         # One read of all tokens.
         (GREEDY, None, 1, 0),
-        # The parameters of all rows, and which rows are drawn, come from pinned memory.
+        # The parameters of all rows come from pinned memory.
         (DRAWN, None, 1, 0),
         # So do masks.
         (DRAWN, ALLOWED, 1, 0),
-        # Each row's new counts, with the places of their tokens.
-        (PENALISED, None, 1, 2 * ROWS),
-        # And the tokens' log-probabilities: ids, values, tokens.
-        (REPORTED, None, 3, 0),
+        # The counts of penalties stay on the device.
+        (PENALISED, None, 1, 0),
+        # Log-probabilities come with the tokens.
+        (REPORTED, None, 1, 0),
     ],
     ids=["greedy", "drawn", "masked", "penalised", "reported"],
 )
@@ -61,20 +79,47 @@ def test_sampling_waits_once(
     assert traffic(params, mask) == (waits, copies)
 
 
+CROWD = 256
+KINDS = (GREEDY, DRAWN, REPORTED, PENALISED, dataclasses.replace(PENALISED, logprobs=3, top_k=-1))
+
+
 @pytest.mark.parametrize("mask", [None, ALLOWED], ids=["free", "masked"])
 def test_sampling_for_the_next_step_waits_for_nothing(mask: bytes | None) -> None:
-    """Rows of all kinds that a step may be ahead of."""
-    logits, position = torch.randn(ROWS, VOCAB), torch.zeros(3, 1, dtype=torch.int64)
-    kinds = (GREEDY, DRAWN, REPORTED, GREEDY)
+    """A crowd of all kinds, whose newest tokens the host does not know."""
+    logits = torch.randn(CROWD, VOCAB, generator=torch.Generator().manual_seed(2))
+    position = torch.zeros(3, 1, dtype=torch.int64)
+    kinds = [KINDS[row % len(KINDS)] for row in range(CROWD)]
     samplers = {
         row: SequenceSampler(SequenceInfo(row, (5, 6), position, 0, params, seed=row))
         for row, params in enumerate(kinds)
     }
-    tasks = [SampleTask(row, 1, mask) for row in range(ROWS)]
-    with Traffic() as found:
-        chosen = choose_tasks(resident(logits), tasks, samplers, range(ROWS))
-    assert (found.waits.total(), found.copies.total()) == (0, 0)
-    assert len(chosen.tokens) == ROWS
+    chosen = list[Chosen]()
+    with Traffic():
+        counts = TokenCounts(CROWD, GPU)
+    before = following = resident(torch.zeros(CROWD, dtype=torch.int64))
+    for step in range(3):
+        tasks = [SampleTask(row, step, mask) for row in range(CROWD)]
+        with Traffic() as found:
+            lines = range(CROWD)
+            run = prepare(
+                resident(logits),
+                tasks,
+                samplers,
+                lines,
+                counts,
+                before=before if step else None,
+                following=following,
+            )
+            chosen.append(run())
+        assert (found.waits.total(), found.copies.total()) == (0, 0)
+    # The table holds what was sampled, but for the last step's.
+    tokens = [each.found[0, :, 0].as_subclass(torch.Tensor) for each in chosen]
+    table = counts.table.as_subclass(torch.Tensor) & ((1 << 30) - 1)
+    for row, params in enumerate(kinds):
+        if params.presence_penalty:
+            expected = torch.bincount(torch.stack(tokens[:2])[:, row], minlength=VOCAB)
+            index = counts._slots[row].index
+            assert table[index].tolist() == expected.tolist()
 
 
 def test_log_probabilities_of_a_prompt_wait_for_each_of_their_columns() -> None:

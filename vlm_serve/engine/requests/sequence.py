@@ -176,16 +176,11 @@ class Sequence:
     def uncertain(self) -> str:
         """Return what of its next slice follows from the results of the last one, beside the token
         itself; "" if nothing does."""
-        params = self.info.params
         if self.replaying:
             return "replay"
         if self.pending:
             return "drafts"
-        if params.return_routed_experts:
-            return "routed experts"
-        if params.presence_penalty or params.frequency_penalty:
-            return "penalties"
-        return "penalties" if (params.repetition_penalty or 1) != 1 else self.answer.uncertain
+        return "routed experts" if self.info.params.return_routed_experts else self.answer.uncertain
 
     def check_lengths(self) -> None:
         assert 0 <= self.num_cached <= self.num_computed <= self.num_tokens

@@ -36,6 +36,7 @@ from vlm_serve.engine.requests.request import Language
 from vlm_serve.engine.start.adapter_start import make_adapters
 from vlm_serve.engine.start.draft_start import make_drafters, measure_costs, with_drafts, with_mtp
 from vlm_serve.engine.start.kernel_check import check_at_start
+from vlm_serve.engine.start.machine_sizes import MachineSizes, with_machine, with_step_target
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.engine.start.step_memory import reported_tokens, try_steps
 from vlm_serve.engine.steps.local_executor import LocalExecutor
@@ -47,6 +48,7 @@ from vlm_serve.engine.steps.memory import (
     check_pools,
     default_cache_memory,
     embedding_bytes,
+    live_bytes,
     named_shortage,
     plan_memory,
 )
@@ -121,16 +123,34 @@ def build(
     arithmetic = decide(config, spec.dtype, backend, spec.quantization, parts_of(spec, config))
     config = with_block_size(config, model)
     assert config.block_size is not None
+    machine = None
     if device.type == "cpu":
         retain_freed_memory()
     else:
         choose(config.gpu_kernels)
+    if device.type == "cuda" and size == 1:
+        weights = weight_bytes(
+            spec,
+            weights=arithmetic.types.weights,
+            compute=arithmetic.types.compute,
+            device=device,
+            compiled=backend.compiled,
+            tensor_parallel=size,
+            drafts=mtp,
+            bits=arithmetic.bits,
+            head_rows=head_rows(config, spec),
+        )
+        memory = torch.cuda.mem_get_info(device)[0] - weights.in_memory
+        types = arithmetic.types
+        config, machine = with_machine(config, layout, types, spec.vocab_size, memory)
     pooled = pooled_tokens(config, spec, path)
     source = ModelSource(path, spec, arithmetic, device, backend.compiled, mtp, changes, pooled)
     loaded, started = load(source, config, processes)
     try:
         executor = _Loaded(source, layout, loaded, started, owned=processes is None)
-        return _assemble(executor, config, address, with_graphs=with_graphs, poison=poison)
+        return _assemble(
+            executor, config, address, with_graphs=with_graphs, poison=poison, machine=machine
+        )
     except BaseException:
         if started is not None and processes is None:
             started.close()
@@ -156,6 +176,7 @@ def _assemble(
     *,
     with_graphs: bool,
     poison: bool,
+    machine: MachineSizes | None,
 ) -> EngineParts:
     """Assemble all other components. Raise ConfigError if memory does not suffice."""
     arithmetic = check_at_start(loaded.model, loaded.source.arithmetic, config)
@@ -163,7 +184,10 @@ def _assemble(
     source, model = loaded.source, loaded.model
     spec, types, size = source.spec, source.arithmetic.types, config.tensor_parallel_size
     steps = try_steps(source, model, config, with_graphs=with_graphs)
-    cache_memory = config.cache_memory_bytes or default_cache_memory(source.device, size, steps)
+    live = live_bytes(loaded.layout, config, types)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(
+        source.device, size, steps, live=live
+    )
     memory = plan_memory(loaded.layout, config, types, cache_memory)
     check_pools(memory, size, source.device)
     max_model_len = longest_context(config, spec, memory)
@@ -179,6 +203,9 @@ def _assemble(
     executor = _executor(loaded, caches, pools, graphs, config)
     room = steps.adapters if steps is not None and serves_adapters(config) else None
     adapters, slots = make_adapters(source, model, config, executor, room)
+    on_gpu = source.device.type == "cuda"
+    times = executor.measure_plain(most_sequences=config.max_num_seqs) if on_gpu else []
+    config = with_step_target(config, times)
     drafters = make_drafters(config)
     costs, pass_costs = measure_costs(executor, config) if drafters else (None, None)
     cache = PrefixCache(_cache_config(config, memory, loaded))
@@ -247,6 +274,7 @@ def _assemble(
         media=media,
         tiers=tiers,
         degraded=graphs.problem,
+        machine=machine and replace(machine, times=tuple(times)),
     )
 
 
@@ -270,6 +298,7 @@ def _executor(
         draft_graphs=graphs.drafts,
         tower_graphs=graphs.tower,
         ahead=bool(graphs.steps),
+        max_num_seqs=config.max_num_seqs,
     )
 
 
@@ -420,7 +449,7 @@ def _scheduler_config(
         reported_tokens=reported_tokens(config, model),
         complete_experts=config.expert_replay == "complete",
         speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,
-        step_seconds=config.step_time_target / 1000,
+        step_seconds=(config.step_time_target or 0.0) / 1000,
         min_step_tokens=max(least, block_size),
         answer_ends=cast(EndingMode, ends),
     )

@@ -13,6 +13,7 @@ from vlm_serve.engine.features.table import Features
 from vlm_serve.engine.features.tiers.loading import Tiers
 from vlm_serve.engine.numerics.arithmetic import Arithmetic
 from vlm_serve.engine.requests.request import Language
+from vlm_serve.engine.start.machine_sizes import MachineSizes
 from vlm_serve.engine.steps.memory import MemoryPlan, StepMemory
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.weight_sizes import WeightBytes
@@ -40,4 +41,5 @@ class EngineParts:
     media: MediaPlanner
     tiers: Tiers | None = None
     steps: StepMemory | None = None
+    machine: MachineSizes | None = None
     degraded: str | None = None

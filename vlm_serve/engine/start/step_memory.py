@@ -25,6 +25,7 @@ from vlm_serve.engine.features.adapters.options import (
     serves_adapters,
 )
 from vlm_serve.engine.numerics.arithmetic import Types, factors_dtype
+from vlm_serve.engine.start.sampling_memory import fullest_crowd
 from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.engine.steps.adapter_table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.steps.memory import StepMemory
@@ -188,6 +189,7 @@ def measure_step_memory(
                 # Graphs of the tower and of steps share what lies between inputs and results.
                 tower, kept = _fixed_tower(model, patches[-1])
                 graphs += max(0, 2 * _peak(device, tower) - shared) + _peak(device, kept)
+            sampling = _sampling(model, config) if model.pooled is None else 0
             parts = partial_sums(model.spec, config)
             model.unbind()
             del caches
@@ -199,7 +201,15 @@ def measure_step_memory(
             "max_num_batched_tokens",
             param="max_num_batched_tokens",
         ) from None
-    return StepMemory(text + parts, media, graphs + (parts if with_graphs else 0))
+    graphs += parts if with_graphs else 0
+    return StepMemory(text + parts, media, graphs, sampling=sampling)
+
+
+def _sampling(model: Model, config: EngineConfig) -> int:
+    """Return what sampling takes beside the logits. On a GPU its kernels are compiled by that."""
+    shape = config.max_num_seqs, model.columns
+    logits = torch.zeros(shape, dtype=torch.float32, device=model.device)
+    return _peak(model.device, fullest_crowd(logits, config.max_logprobs))
 
 
 def partial_sums(model: ModelSpec, config: EngineConfig) -> int:

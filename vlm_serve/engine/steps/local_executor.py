@@ -32,21 +32,16 @@ from vlm_serve.engine.steps.draft_graphs import DraftGraphs
 from vlm_serve.engine.steps.mtp_runner import MtpRunner
 from vlm_serve.engine.steps.prompt_rows import logprob_rows
 from vlm_serve.engine.steps.row_columns import RowColumns
-from vlm_serve.engine.steps.sampler import (
-    UNSOUND,
-    Chosen,
-    SequenceSampler,
-    best_rows,
-    choose_tasks,
-    sample,
-    to_device,
-)
+from vlm_serve.engine.steps.row_sampling import Chosen, prepare
+from vlm_serve.engine.steps.sampler import SequenceSampler, best_rows, sample
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
+from vlm_serve.engine.steps.token_counts import FEWEST_SLOTS, TokenCounts, to_device
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.sampling.reference import UNSOUND
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import Adapter
@@ -80,6 +75,7 @@ class LocalExecutor:
         draft_graphs: likewise for passes of the MTP layer.
         tower_graphs: likewise for the vision tower.
         ahead: a step may be queued before the output of the one before it is read.
+        max_num_seqs: sequences of a step at most.
     """
 
     def __init__(
@@ -93,6 +89,7 @@ class LocalExecutor:
         draft_graphs: DraftGraphs | None = None,
         tower_graphs: TowerGraphs | None = None,
         ahead: bool = False,
+        max_num_seqs: int = FEWEST_SLOTS,
     ) -> None:
         self.steps_ahead = int(ahead)
         self.pages: Transfer = TensorTransfer(caches)
@@ -110,15 +107,19 @@ class LocalExecutor:
         self._adapters: dict[int, AdapterChanges] = {}
         self._under_way = deque[tuple[Callable[[], StepOutput] | Exception, RowsAfter]]()
         self._columns: RowColumns | None = None
+        self._counts = TokenCounts(max_num_seqs, caches.device)
         self._ids = torch.zeros(0, dtype=torch.int64, device=caches.device)
         self._sampled: tuple[int, ...] = ()
         """The tokens that the last step samples, on the device, and their sequences."""
+        self._fed: torch.Tensor | None = None
+        """Those of them that the step under way begins with; None: the host knows them."""
 
     def register(self, info: SequenceInfo) -> None:
         self._known[info.sequence] = KnownSequence(info)
 
     def forget(self, sequence: int) -> None:
         del self._known[sequence]
+        self._counts.forget(sequence)
 
     def hold_adapter(self, slot: int, adapter: Adapter | None) -> None:
         """Put an adapter into a slot, between steps; None: empty it."""
@@ -167,6 +168,7 @@ class LocalExecutor:
             with self._guard():
                 return begun()
         except Exception as error:
+            self._counts.clear()
             if lost := after_failure(error, self._caches.device):
                 raise ExecutorLostError(lost) from error
             raise StepError(error, rows) from error
@@ -211,8 +213,10 @@ class LocalExecutor:
         if columns is None or columns.numbers != rows.sequences:
             columns = self._columns = RowColumns(rows, self._known, self._block_size)
         batch = columns.batch(rows, self._adapters)
+        self._fed = None
         if rows.tokens is None:
-            batch = replace(batch, sampled=self._sampled_before(rows.sequences))
+            self._fed = self._sampled_before(rows.sequences)
+            batch = replace(batch, sampled=self._fed)
         if self._deterministic:
             batch = replace(batch, deterministic=True)
         begin = time.perf_counter()
@@ -225,17 +229,22 @@ class LocalExecutor:
     def _begin_rows(self, rows: DecodeRows) -> Callable[[], StepOutput]:
         """Begin a step that only extends the one before."""
         output, columns = self._compute_rows(rows)
+        columns.note(rows)
         sequences, places = rows.sequences, range(len(rows))
         plain = columns.is_plain and not rows.masks
         if self.steps_ahead:
             tasks, samplers = [] if plain else rows.tasks(), columns.samplers
-            wait = self._begin_sampling(output.logits, sequences, tasks, samplers, places)
+            wait = self._begin_sampling(
+                output.logits, sequences, tasks, samplers, places, self._fed
+            )
             return lambda: _sampled_output(sequences, wait(), rows=True)
         if plain:
             tokens = best_rows(output.logits, output.best)
             result = StepOutput({}, tokens=tokens, unsound=_unsound_ids(sequences, tokens))
         else:
-            sampled = sample(output.logits, rows.tasks(), columns.samplers, places, output.best)
+            sampled = sample(
+                output.logits, rows.tasks(), columns.samplers, places, output.best, self._counts
+            )
             result = StepOutput(sampled, unsound=_unsound(sampled))
         return lambda: result
 
@@ -258,6 +267,7 @@ class LocalExecutor:
         tasks: Sequence[SampleTask],
         samplers: Mapping[int, SequenceSampler],
         rows: Sequence[int],
+        before: torch.Tensor | None = None,
     ) -> Callable[[], Chosen]:
         """Queue the sampling of tasks, one for each sequence, or of the likeliest tokens if there
         are none. The next step may begin with these tokens. Return a function that waits for
@@ -265,14 +275,24 @@ class LocalExecutor:
         count = len(sequences)
         if len(self._ids) < count:
             self._ids = torch.zeros(count, dtype=torch.int64, device=self._caches.device)
-        ids, self._sampled = self._ids[:count], sequences
+        following, self._sampled = self._ids, sequences
+        choose = prepare(
+            logits, tasks, samplers, rows, self._counts, before=before, following=following
+        )
+        wait = self._later(lambda: choose().mapped(_to_host))
+        penalised = [
+            (place, task)
+            for place, task in enumerate(tasks)
+            if samplers[task.sequence].is_penalised
+        ]
 
-        def choose() -> Chosen:
-            chosen = choose_tasks(logits, tasks, samplers, rows)
-            ids.copy_(chosen.tokens.clamp(min=0))  # of an unsound row there is no embedding
-            return chosen.mapped(_to_host)
+        def noted() -> Chosen:
+            chosen = wait()
+            for place, task in penalised:
+                samplers[task.sequence].note(task.position, chosen.token(place))
+            return chosen
 
-        return self._later(choose)
+        return noted if penalised else wait
 
     def _later(self, work: Callable[[], _T]) -> Callable[[], _T]:
         """Queue work on the device. Return a function that waits until it is done and returns its
@@ -441,7 +461,7 @@ class LocalExecutor:
             vectors = _vectors(output.logits, tasks, rows)
             return StepOutput(vectors, unsound=_unsound(vectors))
         samplers = {task.sequence: self._known[task.sequence].sampler for task in tasks}
-        sampled = sample(output.logits, tasks, samplers, rows, output.best)
+        sampled = sample(output.logits, tasks, samplers, rows, output.best, self._counts)
         unsound = _unsound(sampled)
         sampled |= dict.fromkeys(unsound, (SampledToken(0, {}),))
         reports, row = {}, 0
@@ -481,8 +501,8 @@ def _sampled_output(
     sequences: tuple[int, ...], chosen: Chosen, *, rows: bool = False
 ) -> StepOutput:
     """Return the output of a step that has only sampled a token for each of these sequences."""
-    if rows and chosen.ids is None:
-        tokens: list[int] = chosen.tokens.tolist()
+    if rows and not chosen.told:
+        tokens = chosen.tokens()
         return StepOutput({}, tokens=tokens, unsound=_unsound_ids(sequences, tokens))
     found = zip(sequences, chosen.read(), strict=True)
     sampled: dict[int, tuple[SampledToken, ...]] = {

@@ -74,21 +74,23 @@ class StepMemory:
         vision: in the vision tower, for as many placeholder tokens as a step may encode.
         graphs: what captured steps keep.
         adapters: what the slots of adapters keep.
+        sampling: beside the logits, of as many sequences as may run, with the counts of penalties.
     """
 
     forward: int
     vision: int
     graphs: int
     adapters: int = 0
+    sampling: int = 0
 
     @property
     def total(self) -> int:
         """The tower and the language model run one after the other; the others keep theirs."""
-        return max(self.forward, self.vision) + self.graphs + self.adapters
+        return max(self.forward, self.vision) + self.graphs + self.adapters + self.sampling
 
     def __str__(self) -> str:
         parts = {"text": self.forward, "media": self.vision, "graphs": self.graphs}
-        parts["adapters"] = self.adapters
+        parts |= {"adapters": self.adapters, "sampling": self.sampling}
         return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
 
 
@@ -155,6 +157,20 @@ def plan_memory(
     )
 
 
+def live_bytes(
+    layout: CacheLayout, config: EngineConfig, types: Types, sequences: int | None = None
+) -> int:
+    """Return what running sequences, `max_num_seqs` or so many, take beside the cache memory: live
+    states and updates."""
+    if not layout.has_state:
+        return 0
+    drafts = 0 if config.speculative == "off" else config.speculative_tokens
+    count = sequences or config.max_num_seqs
+    updates = UpdateSlots.of(count, drafts).total
+    live = count * layout.num_bytes("row", types.pools)
+    return live + updates * layout.num_bytes("update", types.pools)
+
+
 def embedding_bytes(model: ModelSpec, types: Types) -> int:
     """Return the bytes of one media token's embedding, with its features; 0 for a model without
     vision."""
@@ -162,18 +178,31 @@ def embedding_bytes(model: ModelSpec, types: Types) -> int:
 
 
 def default_cache_memory(
-    device: torch.device, ranks: int = 1, steps: StepMemory | None = None
+    device: torch.device,
+    ranks: int = 1,
+    steps: StepMemory | None = None,
+    *,
+    live: int = 0,
+    free: int | None = None,
 ) -> int:
     """Return the default cache memory of one rank.
 
     On a CPU this is its share of a quarter of the free memory, at most 4 GiB. On a GPU it is 95 %
-    of the memory that is free there beside the measured steps; 85 % without measurements.
+    of the memory that is free there beside the measured steps and the live states; 85 % without
+    measurements.
+
+    Args:
+        device: of the model.
+        ranks: how many there are.
+        steps: what steps take, on a GPU.
+        live: bytes of `live_bytes`.
+        free: bytes that are free on an absent GPU; None: asked.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free = torch.cuda.mem_get_info(device)[0] if free is None else free
         if steps is None:
-            return int(free * RANKS_SHARE)
-        return max(0, int((free - steps.total) * GPU_SHARE))
+            return max(0, int((free - live) * RANKS_SHARE))
+        return max(0, int((free - steps.total - live) * GPU_SHARE))
     return min(CPU_CEILING, free_host_memory() // CPU_SHARE) // ranks
 
 

@@ -9,7 +9,7 @@ import torch
 
 from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows
-from vlm_serve.engine.requests.row_sums import log_softmax
+from vlm_serve.kernels.sampling.row_sums import log_softmax
 
 _ROWS_AT_ONCE = 32
 """Number of rows whose softmax is in memory at the same time."""

@@ -36,6 +36,9 @@ class RowColumns:
         found = [known[number] for number in rows.sequences]
         self.samplers = {each.info.sequence: each.sampler for each in found}
         self.is_plain = all(sampler.is_plain for sampler in self.samplers.values())
+        self._penalised = [
+            (place, each.sampler) for place, each in enumerate(found) if each.sampler.is_penalised
+        ]
         self._size = block_size
         self._tables = tuple([each.table for each in found])
         self._used = max(map(len, self._tables))
@@ -70,6 +73,12 @@ class RowColumns:
             greedy=self.is_plain and not rows.masks,
             changes=_changes(rows.adapters, adapters),
         )
+
+    def note(self, rows: DecodeRows) -> None:
+        """Tell the samplers that count tokens of those that the host knows."""
+        for place, sampler in self._penalised if rows.tokens is not None else ():
+            assert rows.tokens is not None
+            sampler.replace(int(rows.positions[place]) - 1, (int(rows.tokens[place]),))
 
     def _take(self, changed: Sequence[ChangedBlocks]) -> None:
         """Replace the ends of some tables."""

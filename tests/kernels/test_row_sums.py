@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlm_serve.engine.requests.row_sums import log_softmax, running_sum, whole_sums
+from vlm_serve.kernels.sampling.row_sums import log_softmax, running_sum, whole_sums
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 509, 512])
