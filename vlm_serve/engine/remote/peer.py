@@ -96,19 +96,14 @@ class Peer:
         quiet = on_quiet is None
         try:
             while True:
-                try:
-                    batch = self._wire.receive(None if quiet else QUIET_SECONDS)
+                try:  # no variable keeps what a batch had while this waits for the next one
+                    self._do(self._wire.receive(None if quiet else QUIET_SECONDS))
                 except ReplyTimeoutError:
                     assert on_quiet is not None
                     on_quiet()
                     quiet = True
                     continue
                 quiet = on_quiet is None
-                for name, *arguments in batch:
-                    try:
-                        self.told[name](*arguments)
-                    except Exception:
-                        _log.exception("the message %s has failed", name)
                 on_batch()
         except ConnectionLostError:
             pass
@@ -116,6 +111,13 @@ class Peer:
             _log.exception("a message cannot be read")
         self._lost = True
         self._give_up()
+
+    def _do(self, batch: tuple[Any, ...]) -> None:
+        for name, *arguments in batch:
+            try:
+                self.told[name](*arguments)
+            except Exception:
+                _log.exception("the message %s has failed", name)
 
     def close(self) -> None:
         """Send what is left, and close the connection."""
@@ -130,19 +132,23 @@ class Peer:
             open_ = self._wake.get()
             while not self._wake.empty():
                 open_ &= self._wake.get()
-            batch = list[tuple[Any, ...]]()
-            while self._outbox:
-                batch.append(self._outbox.popleft())
-            if self._state is not None:
-                batch.append(self._state())
             try:
-                self._wire.send(*batch)
+                self._wire.send(*self._batch())
             except ConnectionLostError:
                 return
             except Exception:
                 _log.exception("a message cannot be sent")
                 self._wire.close()
                 return
+
+    def _batch(self) -> list[tuple[Any, ...]]:
+        """Take all that has been added."""
+        batch = list[tuple[Any, ...]]()
+        while self._outbox:
+            batch.append(self._outbox.popleft())
+        if self._state is not None:
+            batch.append(self._state())
+        return batch
 
     def _answer_later(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         self.later(self._answer, number, name, arguments)
