@@ -64,7 +64,7 @@ def rows(
         steps=steps,
     )
     engine: Any = SimpleNamespace(
-        rows=lambda: engine_rows(parts), preprocessor=preprocessor, max_model_len=640
+        rows=lambda: engine_rows(parts), preprocessor=preprocessor, max_model_len=640, pid=None
     )
     return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
 

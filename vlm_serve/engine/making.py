@@ -45,7 +45,10 @@ class RequestMaker:
         preprocessor: makes the prompts.
         max_model_len: most tokens of a prompt with its answer.
         grammars: compiles grammars.
+        pid: of the engine's process; None: it is this one.
     """
+
+    pid: int | None = None
 
     config: EngineConfig
     spec: ModelSpec

@@ -139,7 +139,8 @@ def startup_rows(
     traits = engine.preprocessor.template_traits
     yield "model", ", ".join(names)
     yield from engine.rows()
-    yield "requests", f"at most {format_size(total(config, engine.max_model_len))} on top"
+    most = total(config, engine.max_model_len, apart=engine.pid is not None)
+    yield "requests", f"at most {format_size(most)} on top"
     parser = config.tool_call_parser
     form = form_of(parser, traits.tool_form)
     yield "tool calls", parser if parser == "none" else form

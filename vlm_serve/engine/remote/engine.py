@@ -96,6 +96,7 @@ class RemoteEngine(RequestMaker):
                 raise EngineError(why) from None
             raise
         self._started: Started = started
+        self.pid = self._process.pid
         self.config, self.spec, self.arithmetic = started.config, started.spec, started.arithmetic
         self.memory, self.degraded = started.memory, started.degraded
         self.max_model_len = started.max_model_len
@@ -122,11 +123,6 @@ class RemoteEngine(RequestMaker):
         name = "vlm-serve-receive"
         self._receiver = threading.Thread(target=self._receive, name=name, daemon=True)
         self._receiver.start()
-
-    @property
-    def pid(self) -> int:
-        """Id of the engine's process."""
-        return self._process.pid
 
     def begin(self, request: Request) -> None:
         """See `RequestMaker.begin`."""
@@ -185,7 +181,7 @@ class RemoteEngine(RequestMaker):
 
     def rows(self) -> list[tuple[str, str]]:
         """See `Engine.rows`."""
-        return [*self._started.rows, ("engine", f"in a process of its own, {self.pid}")]
+        return [("engine", f"in a process of its own, {self.pid}"), *self._started.rows]
 
     @property
     def num_running(self) -> int:
