@@ -53,7 +53,7 @@ def run_jobs(
     """
     if not jobs:
         return
-    from vlm_serve.engine.engine import Engine
+    from vlm_serve.server.main import start_engine
 
     # The server's queue must hold all concurrent jobs.
     width = concurrency or 2 * engine_config.max_num_seqs
@@ -62,7 +62,7 @@ def run_jobs(
         max_queued_requests=max(server_config.max_queued_requests, width),
         batch_store=None,  # no route for files is asked
     )
-    engine = Engine.from_checkpoint(model, engine_config)
+    engine = start_engine(model, engine_config, server_config)
     try:
         asyncio.run(serve_jobs(engine, server_config, model, jobs, on_reply, width))
     finally:

@@ -21,7 +21,7 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
         )
     if server.engine_process == "on":
         raise ConfigError(
-            "engine_process is for serve: a replica is a process of its engine already",
+            "engine_process is not for deploy: a replica is a process of its engine already",
             param="engine_process",
         )
     if deploy.most == 1:

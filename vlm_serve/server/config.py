@@ -194,7 +194,7 @@ class ServerConfig:
     engine_process: str = _life(
         "auto",
         "run the engine in a process of its own, so that HTTP and media take none of its time; "
-        "auto: on with a GPU; only for `serve`",
+        "auto: on with a GPU; not for `deploy`",
         choices=("auto", "on", "off"),
     )
     shutdown_timeout: float = _life(

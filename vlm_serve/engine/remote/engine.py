@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
+
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage
 from vlm_serve.engine.making import RequestMaker, with_prompts
 from vlm_serve.engine.remote.messages import (
@@ -96,6 +98,7 @@ class RemoteEngine(RequestMaker):
                 raise EngineError(why) from None
             raise
         self._started: Started = started
+        torch.set_num_threads(started.config.threads or torch.get_num_threads())
         self.pid = self._process.pid
         self.config, self.spec, self.arithmetic = started.config, started.spec, started.arithmetic
         self.memory, self.degraded = started.memory, started.degraded
