@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from vlm_serve.system import wire
 from vlm_serve.system.wire import SHARED_BYTES, ConnectionLostError, Wire
 
 
@@ -94,6 +95,16 @@ def test_large_arrays_are_shared_and_belong_to_who_gets_them() -> None:
     assert all((one == number).all() for number, one in enumerate(got))
     got[0][:] = 77
     assert not sent[0].any() and not few.any(), "what was sent is not what came"
+
+
+def test_without_files_in_memory_arrays_are_part_of_the_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "_can_share", lambda: False)
+    with wires() as (left, right):
+        sent = np.arange(SHARED_BYTES, dtype=np.uint8)
+        left.send("rows", sent)
+        assert (right.receive(1.0)[1] == sent).all()
 
 
 def test_what_is_lost_on_the_way_leaves_nothing_behind() -> None:

@@ -18,6 +18,7 @@ import socket
 import struct
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 SHARED_BYTES = 64 << 10
@@ -58,7 +59,7 @@ class Wire:
 
         def stays(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
-            if raw.nbytes < SHARED_BYTES or not hasattr(os, "memfd_create"):
+            if raw.nbytes < SHARED_BYTES or not _can_share():
                 return True
             large.append(raw)
             return False
@@ -129,6 +130,16 @@ class Wire:
 def _aligned(size: int) -> int:
     """Return the size with the gap behind it, so that all buffers begin at a multiple of 64."""
     return -(-size // 64) * 64
+
+
+@cache
+def _can_share() -> bool:
+    """Tell whether the system has files in memory, and lets this process have some."""
+    try:
+        os.close(os.memfd_create("vlm-serve", os.MFD_CLOEXEC))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -291,6 +291,13 @@ def test_counters_come_from_both_processes(here: Engine, apart: RemoteEngine) ->
     assert apart.affinity_digest().entries == ()
 
 
+def test_a_check_is_interrupted(apart: RemoteEngine) -> None:
+    Answer(apart, chat(apart), greedy(60)).told()
+    assert apart.check(lambda: False)
+    assert apart.check(lambda: True) in (True, False), "a small cache may be checked before"
+    assert apart.check(), "the next one is not"
+
+
 def test_work_is_seen_while_it_is_on_its_way_and_gone_behind_it(apart: RemoteEngine) -> None:
     os.kill(apart._process.pid, signal.SIGSTOP)
     try:

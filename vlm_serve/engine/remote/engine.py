@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,8 @@ from vlm_serve.system import child, children
 from vlm_serve.system.wire import ConnectionLostError, Wire
 
 _log = logging.getLogger(__name__)
+WANTED_SECONDS = 0.001
+"""Interval in which a check looks whether the engine has other work."""
 END_SECONDS = 120.0
 """Time that the process gets to end its step and to save its tiers."""
 _STATUS_SECONDS = 10.0
@@ -154,9 +157,12 @@ class RemoteEngine(RequestMaker):
         return cast("AffinityDigest", self._peer.ask("affinity_digest"))
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """See `Engine.check`. A request interrupts it when it comes to the other process, whatever
-        `wanted` says."""
-        return cast("bool", self._peer.ask("check"))
+        """See `Engine.check`."""
+        checking = self._peer.begin_to_ask("check")
+        while not futures.wait([checking], WANTED_SECONDS).done:
+            if wanted():
+                self._peer.tell("interrupt")  # again if it came before the check did
+        return cast("bool", checking.result())
 
     def flush(self) -> None:
         """See `Engine.flush`."""

@@ -71,12 +71,16 @@ class Peer:
 
         Raises what the other side raises, and EngineClosedError if it is gone.
         """
+        return self.begin_to_ask(name, *arguments).result()
+
+    def begin_to_ask(self, name: str, *arguments: Any) -> Future[Any]:
+        """Ask for a result; what `ask` raises is the future's."""
         number, future = next(self._numbers), Future[Any]()
         self._waiting[number] = future
         if self._lost:
             self._give_up()
         self.tell("ask", number, name, arguments)
-        return future.result()
+        return future
 
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function that may wait on another thread than the receiving one."""

@@ -53,12 +53,14 @@ class Worker:
 
     def __init__(self, engine: Engine, wire: Wire) -> None:
         self._engine, self._begun, self._told_step = engine, 0, False
+        self._interrupted = False
         self._changing = threading.Lock()
         self._compiling: set[str] = set()
         self._peer = peer = Peer(wire, self._state)
         tree = TreeTeller(engine.parts.cache, engine.mirror, peer)
         peer.told |= {"begin": self._begin, "abort": self._abort, "hold": engine.hold}
         peer.told |= {"follow": tree.follow, "use": tree.tell_use, "close": self._close}
+        peer.told["interrupt"] = self._interrupt
         for name in ("stats", "flush", "probe", "affinity_digest"):
             peer.asked[name] = getattr(engine, name)
         for name in ("add", "add_node", "listed", "lift"):
@@ -160,9 +162,12 @@ class Worker:
     # -- answers -----------------------------------------------------------------------------------
 
     def _check(self) -> bool:
-        """Check the cache until a request comes."""
-        begun = self._begun
-        return self._engine.check(lambda: self._begun != begun)
+        """Check the cache until that is interrupted."""
+        self._interrupted = False
+        return self._engine.check(lambda: self._interrupted)
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
 
     def _compile(self, *name: Any) -> None:
         self._engine.grammars.compile(*name)
@@ -221,8 +226,8 @@ def _leave() -> None:
 
 def main(descriptor: int) -> None:
     """Start the engine that the first message asks for, and serve."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for number in _SIGNALS:  # a handler, unlike SIG_IGN, is not inherited by children
+        signal.signal(number, lambda number, frame: None)
     wire = Wire(descriptor, REDUCERS)
     model, config, level, switch_seconds = wire.receive()
     sys.setswitchinterval(switch_seconds)
