@@ -94,7 +94,7 @@ class DeltaPacker:
 
     def packed(self, delta: Delta) -> tuple[Any, ...]:
         """Return a delta as `DeltaReader.read` takes it."""
-        report: Any = ... if delta.cache_report is self._report else delta.cache_report
+        report: Any = False if delta.cache_report is self._report else delta.cache_report
         self._report = delta.cache_report
         # A finish reason ends the comparison before arrays are compared.
         rare = _rare_of(delta)
@@ -124,7 +124,7 @@ class DeltaReader:
         rare: tuple[Any, ...] | None,
     ) -> Delta:
         """Return the delta."""
-        if report is ...:
+        if report is False:
             report = None if self.last is None else self.last.cache_report
         others = {} if rare is None else dict(zip(_RARE, rare, strict=True))
         given: dict[str, Any] = {"usage": Usage(*usage), "cache_report": report, "time": time}
