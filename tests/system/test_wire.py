@@ -109,7 +109,7 @@ def test_without_files_in_memory_arrays_are_part_of_the_message(
 
 def test_what_there_is_no_room_for_is_the_rest() -> None:
     with wires() as (left, right):
-        rests = []
+        rests = list[memoryview]()
         while not rests or not rests[-1]:
             rests.append(left.send_at_once("step", bytes(5000)))
         sender = threading.Thread(target=left.send_rest, args=(rests[-1],))
