@@ -107,20 +107,6 @@ def test_without_files_in_memory_arrays_are_part_of_the_message(
         assert (right.receive(1.0)[1] == sent).all()
 
 
-def test_what_there_is_no_room_for_is_the_rest() -> None:
-    with wires() as (left, right):
-        rests = list[memoryview]()
-        while not rests or not rests[-1]:
-            rests.append(left.send_at_once("step", bytes(5000)))
-        sender = threading.Thread(target=left.send_rest, args=(rests[-1],))
-        sender.start()
-        for _ in rests:
-            assert right.receive(20.0) == ("step", bytes(5000))
-        sender.join(20.0)
-        assert not left.send_at_once("large", np.zeros(SHARED_BYTES, np.uint8))
-        assert not right.receive(1.0)[1].any()
-
-
 def test_what_is_lost_on_the_way_leaves_nothing_behind() -> None:
     opened = len(os.listdir("/proc/self/fd"))
     with wires() as (left, right):

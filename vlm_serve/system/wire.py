@@ -55,43 +55,7 @@ class Wire:
 
     def send(self, *message: Any) -> None:
         """Send a name with its arguments, a reply, or several of them."""
-        data, large = self._pickled(message)
-        try:
-            if not large:
-                self._socket.sendall(data)
-                return
-            with _shared(large) as descriptor:
-                socket.send_fds(self._socket, [data[: _HEAD.size]], [descriptor])
-            sizes = struct.pack(f"<{len(large)}Q", *(each.nbytes for each in large))
-            self._socket.sendall(sizes + bytes(data[_HEAD.size :]))
-        except OSError as error:
-            raise ConnectionLostError from error
-
-    def send_at_once(self, *message: Any) -> memoryview:
-        """Send a message without waiting. Return what the other side has no room for, which has to
-        be sent by `send_rest` before anything else. Only large arrays wait."""
-        data, large = self._pickled(message)
-        if large:
-            self.send(*message)
-            return data[:0]
-        try:
-            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
-        except BlockingIOError:
-            return data
-        except OSError as error:
-            raise ConnectionLostError from error
-
-    def send_rest(self, rest: memoryview) -> None:
-        """Send the rest of a message."""
-        try:
-            self._socket.sendall(rest)
-        except OSError as error:
-            raise ConnectionLostError from error
-
-    def _pickled(self, message: tuple[Any, ...]) -> tuple[memoryview, list[memoryview]]:
-        """Return the head with the pickled message, and its large buffers."""
         stream, large = io.BytesIO(), list[memoryview]()
-        stream.write(bytes(_HEAD.size))
 
         def stays(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
@@ -103,9 +67,17 @@ class Wire:
         pickler = pickle.Pickler(stream, protocol=5, buffer_callback=stays)
         pickler.dispatch_table = self._table
         pickler.dump(message)
-        data = stream.getbuffer()
-        _HEAD.pack_into(data, 0, len(data) - _HEAD.size, len(large))
-        return data, large
+        head = _HEAD.pack(stream.tell(), len(large))
+        try:
+            if not large:
+                self._socket.sendall(head + stream.getbuffer())
+                return
+            with _shared(large) as descriptor:
+                socket.send_fds(self._socket, [head], [descriptor])
+            sizes = struct.pack(f"<{len(large)}Q", *(each.nbytes for each in large))
+            self._socket.sendall(sizes + stream.getbuffer())
+        except OSError as error:
+            raise ConnectionLostError from error
 
     def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
         """Wait for the next message; without `seconds`, wait for ever."""

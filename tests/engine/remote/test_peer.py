@@ -47,19 +47,6 @@ def test_what_has_gathered_is_one_batch_in_its_order() -> None:
         wait_for(lambda: heard == [0, 1, 2, 3, 4, "|"])
 
 
-def test_what_does_not_fit_at_once_comes_in_its_order() -> None:
-    held = threading.Event()
-    with peers() as (left, right, heard):
-        right.told["hold"] = lambda: [held.wait(WAIT_SECONDS)].clear()
-        left.tell("hold")
-        for number in range(3000):
-            left.add("say", (number, bytes(1000)))
-            left.flush_at_once()
-        held.set()
-        wait_for(lambda: len([each for each in heard if each != "|"]) == 3000)
-    assert [each[0] for each in heard if each != "|"] == [*range(3000)]
-
-
 def test_many_ask_at_once_and_each_gets_its_own_answer() -> None:
     with peers() as (left, right, _):
         right.asked["twice"] = lambda number: 2 * number

@@ -48,7 +48,6 @@ class Peer:
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
         self._lost = False
-        self._sending, self._rest = threading.Lock(), memoryview(b"")
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-calls")
         self._sender = threading.Thread(target=self._send, name="vlm-serve-send", daemon=True)
         self._sender.start()
@@ -61,21 +60,6 @@ class Peer:
     def flush(self) -> None:
         """Send what has been added."""
         self._wake.put(True)
-
-    def flush_at_once(self) -> None:
-        """Send what has been added on this thread, as far as that does not wait."""
-        if self._sending.acquire(blocking=False):
-            try:
-                if not self._rest:
-                    self._rest = self._wire.send_at_once(*self._batch())
-                if not self._rest:
-                    return
-            except Exception as error:
-                self._cannot_send(error)
-                return
-            finally:
-                self._sending.release()
-        self.flush()  # that thread is at it, or has to wait
 
     def tell(self, *message: Any) -> None:
         """Tell something at once. What nobody can be told any more is lost."""
@@ -153,19 +137,13 @@ class Peer:
             while not self._wake.empty():
                 open_ &= self._wake.get()
             try:
-                with self._sending:
-                    rest, self._rest = self._rest, self._rest[:0]
-                    self._wire.send_rest(rest)
-                    self._wire.send(*self._batch())
-            except Exception as error:
-                self._cannot_send(error)
+                self._wire.send(*self._batch())
+            except ConnectionLostError:
                 return
-
-    def _cannot_send(self, error: Exception) -> None:
-        """End the connection over an error, unless it has ended."""
-        if not isinstance(error, ConnectionLostError):
-            _log.error("a message cannot be sent", exc_info=error)
-            self._wire.close()
+            except Exception:
+                _log.exception("a message cannot be sent")
+                self._wire.close()
+                return
 
     def _batch(self) -> list[tuple[Any, ...]]:
         """Take all that has been added."""

@@ -100,7 +100,7 @@ class Worker:
 
     def _on_step(self) -> None:
         self._told_step = True
-        self._peer.flush_at_once()
+        self._peer.flush()
 
     # -- requests ----------------------------------------------------------------------------------
 
