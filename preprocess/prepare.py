@@ -189,6 +189,11 @@ class Preprocessor:
         """A copy of `MediaLoader.counts`."""
         return self._loader.counts.copy()
 
+    def forget(self) -> None:
+        """Forget earlier uploads and texts."""
+        self.raw_index.clear()
+        self.known_text.clear()
+
     def close(self) -> None:
         """End the media threads and processes. Afterwards nothing can be prepared."""
         self._decoders.close()

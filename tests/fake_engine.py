@@ -145,6 +145,8 @@ class FakeEngine:
         paced: every token has been told before the next one comes, so none share an event.
     """
 
+    pid = None
+
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig(block_size=16)
         self.arithmetic = decide(self.config, torch.float32, Backend(torch.device("cpu")))

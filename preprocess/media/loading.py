@@ -450,6 +450,11 @@ def _is_contiguous(source: Any) -> bool:
     )
 
 
+def _elsewhere(stop: Stop, patches: Collection[int] | None) -> Processed:
+    """Stand in for what decodes a medium in another process."""
+    raise MediaError("the medium can be decoded in another process alone")
+
+
 class LoadedMedia:
     """A `MediaItem` with a record and lazily decoded pixels.
 
@@ -484,6 +489,34 @@ class LoadedMedia:
         self._reloaded = False
         self._other: Processed | None = None
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all that another process can have. It is told how to decode by `decode_by`."""
+        reload = self._reload  # before the pixels, of which it tells whether they are all
+        given = {"_reload": None if reload is None else _elsewhere, "_other": None}
+        kept = {**self.__dict__, **given}
+        del kept["_lock"]
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def decode_by(self, reload: Callable[[Stop, Collection[int] | None], Processed]) -> None:
+        """Decode missing pixels in another way from now on."""
+        if self._reload is not None:
+            self._reload = reload
+
+    def pixels(self, stop: Stop, patches: Collection[int] | None = None) -> Processed:
+        """Return what the argument `reload` of another process's copy has to. Raise as `load`
+        does."""
+        self.load(stop, patches)
+        size = self._config.temporal_patch_size
+        for part in self._parts:
+            if part.kept is None or all(part.has(patch, size) for patch in patches or ()):
+                return part
+        self.load(stop)
+        return self._parts[0]
 
     def patches(self, patch: int) -> torch.Tensor:
         """See `MediaItem.patches`."""

@@ -50,6 +50,11 @@ def test_an_option_decides_its_part_and_no_other(option: str, value: Any, part: 
     assert changed[part] > plain[part]
 
 
+def test_an_engine_in_its_own_process_has_prompts_too() -> None:
+    here, apart = (total(ServerConfig(), CONTEXT, apart=apart) for apart in (False, True))
+    assert apart - here == ServerConfig().max_request_bytes
+
+
 def test_a_longer_context_makes_larger_prompts() -> None:
     short, long = (dict(parts(ServerConfig(), length)) for length in (4096, 8192))
     name = "prompts that are being made"

@@ -19,7 +19,7 @@ from process_tree import children_of, runs
 from server_process import COMMAND, server_process
 from serving import wait_for
 
-from vlm_serve.server.main import COLLECTIONS_BEFORE_A_FULL_ONE
+from vlm_serve.system.collector import COLLECTIONS_BEFORE_A_FULL_ONE
 
 SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
 SECONDS = 60

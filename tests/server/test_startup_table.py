@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.numerics.arithmetic import Backend, decide
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.engine.steps.memory import MemoryPlan, StepMemory
@@ -52,6 +53,7 @@ def rows(
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
         memory=MEMORY,
         preprocessor=preprocessor,
+        make_preprocessor=unread,
         language=language,
         scheduler=unread,
         features=unread,
@@ -61,7 +63,10 @@ def rows(
         media=unread,
         steps=steps,
     )
-    return dict(startup_rows(parts, server or ServerConfig(), ("name",), "http://there"))
+    engine: Any = SimpleNamespace(
+        rows=lambda: engine_rows(parts), preprocessor=preprocessor, max_model_len=640, pid=None
+    )
+    return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
 
 
 def test_what_steps_take_is_said_where_it_was_measured() -> None:

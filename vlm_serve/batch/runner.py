@@ -53,9 +53,9 @@ def run_jobs(
     """
     if not jobs:
         return
-    from vlm_serve.engine.engine import Engine
+    from vlm_serve.server.main import start_engine
 
-    engine = Engine.from_checkpoint(model, engine_config)
+    engine = start_engine(model, engine_config, server_config)
     width = concurrency or 2 * engine.config.max_num_seqs
     # The server's queue must hold all concurrent jobs.
     server_config = replace(

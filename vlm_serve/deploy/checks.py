@@ -19,6 +19,11 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
             "tenant_keys, or pass --without-keys",
             param="host",
         )
+    if server.engine_process == "on":
+        raise ConfigError(
+            "engine_process is not for deploy: a replica is a process of its engine already",
+            param="engine_process",
+        )
     if deploy.most == 1:
         return server
     loaded = "an adapter would be loaded by one of them only; name adapters by lora_modules"

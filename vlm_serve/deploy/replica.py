@@ -65,8 +65,8 @@ class EngineReplica:
         from vlm_serve.server.failover.resuming import Resuming
         from vlm_serve.server.http.errors import error_for
         from vlm_serve.server.http.serving import SWITCH_SECONDS
-        from vlm_serve.server.main import freeze_startup_objects
         from vlm_serve.server.service import Service
+        from vlm_serve.system.collector import freeze_startup_objects
 
         end_with(os.getppid())  # Ray itself does not end a replica that is stopped.
         if setup.folder is not None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import CacheUsage, ListedNode, NodeInfo, TreePage, describe
 from vlm_serve.cache.tiers.store import ENTRY_BYTES
 from vlm_serve.engine.core.loop import EngineLoop
+from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.features.adapters.store import OTHERS, ServedAdapter
 from vlm_serve.engine.features.affinity_map import AffinityMap
 from vlm_serve.engine.features.audits import Auditor
 from vlm_serve.engine.features.drafts.drafting import Drafting
-from vlm_serve.engine.features.endings.next_turns import PlainTurn
 from vlm_serve.engine.features.inspection import Inspector, PinInfo
 from vlm_serve.engine.features.joins import Joining
 from vlm_serve.engine.features.mirror import TreeMirror
@@ -27,41 +26,29 @@ from vlm_serve.engine.features.shares import Shares
 from vlm_serve.engine.features.tiers.loading import TierLoading
 from vlm_serve.engine.features.unread import Unread
 from vlm_serve.engine.features.usage import UsageByName
+from vlm_serve.engine.making import RequestMaker, with_prompts
 from vlm_serve.engine.requests.outputs import CacheReport, Delta
-from vlm_serve.engine.requests.pooling import check_task
-from vlm_serve.engine.requests.request import NextTurn, Request, find_bad_words
+from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
-from vlm_serve.engine.requests.tenant import NOBODY, Tenant
-from vlm_serve.engine.requests.thought import CLOSING, Thought
 from vlm_serve.engine.requests.validation import (
-    check_forced,
-    check_logprobs,
     check_page,
     check_prompt,
     check_request,
     check_ttl,
-    with_token_limit,
 )
 from vlm_serve.engine.start.build import build, naming_folder
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import EngineClosedError, NotANumberError
 from vlm_serve.grammar.compiler import GrammarCompiler
-from vlm_serve.grammar.state import Grammar
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.identity.affinity import AffinityDigest, AffinityKey
+from vlm_serve.preprocess.identity.affinity import AffinityDigest
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.text.family import THINK_END, begins_in_thought, leaves_thought_open
-from vlm_serve.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
 
 
-def _plain_turn(prompt: Prompt) -> PlainTurn | None:
-    return None if prompt.next_turn is None else PlainTurn(prompt.next_turn)
-
-
-class Engine:
+class Engine(RequestMaker):
     """Serves requests over one model. All methods may be called from any thread.
 
     Callbacks run on the engine's thread and must not block.
@@ -136,99 +123,20 @@ class Engine:
 
     # -- called from any thread --------------------------------------------------------------------
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        on_delta: Callable[[Delta], None],
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        tenant: Tenant = NOBODY,
-        grammar: Grammar | None = None,
-        affinity: Sequence[AffinityKey] = (),
-        forced: Sequence[Sequence[int]] = (),
-        complete_experts: bool = False,
-        thought: Thought | None = None,
-        pooled: bool = False,
-        next_turn: NextTurn | None = None,
-        on_step: Callable[[], None] | None = None,
-    ) -> str:
-        """Queue a request and return its id.
-
-        Args:
-            prompt: prepared prompt.
-            params: sampling options.
-            on_delta: receives the increments; the last one of every choice has a finish reason.
-            request_id: id to use; by default a random one.
-            priority: lower values run first among the requests of a tenant.
-            tenant: who it counts for where requests compete for the model.
-            grammar: compiled grammar of `params.structured_outputs`; None compiles it in this call.
-                Where the chat template marks thoughts and the prompt leaves one open, it begins
-                behind that thought.
-            affinity: the request's keys for `affinity_digest`.
-            forced: tokens that each choice begins with, because another engine has already
-                generated them. They are returned again and computed as usual.
-            complete_experts: like the option `expert_replay`, for this request alone.
-            pooled: a vector is wanted, not an answer.
-            thought: how the answer may think. None: a budget of tokens for its thought applies if
-                the prompt or the answer opens one, and stop strings apply inside of it.
-            next_turn: what the next turn shares with this one. None: the caller of a conversation
-                sends the answer's text back, other callers its tokens.
-            on_step: see `Request.on_step`; like `on_delta` it must neither block nor raise.
-
-        Raises:
-            ContextLengthError: prompt and answer do not fit the context.
-            InvalidRequestError: an empty prompt or a parameter outside the vocabulary.
-            ModelNotFoundError: the prompt's adapter has been unloaded.
-            EngineClosedError: the engine no longer runs.
-        """
-        check_task(self.config, pooled=pooled)
-        params = params.with_defaults(self.spec.generation)
-        prompt = prompt.last_tokens(params.kept_prompt_tokens(self.max_model_len))
-        params = with_token_limit(params, self.spec.generation, self.max_model_len - len(prompt))
-        check_logprobs(params, self.config.max_logprobs)
-        check_request(prompt, params, self.spec, self.max_model_len)
-        check_forced(forced, params.n, self.spec.vocab_size)
-        if grammar is None and params.structured_outputs is not None:
-            marked = self.preprocessor.template_traits.thinking.marked
-            after = self.before_grammar(prompt, None, splits=marked)
-            grammar = self.grammars.compile(params.structured_outputs, after, prompt.keys.root)
-        encode = self.preprocessor.tokenizer.encode_plain
-        prediction = encode(params.prediction) if "suffix" in self.config.speculative else ()
-        closing: list[int] = []
-        if params.thinking_token_budget is not None:
-            thought = thought or self._thought_of(prompt)
-            closing = encode(self.config.thinking_budget_message) + self._thought_end
-        served = self.adapters.begin_use(prompt.adapter.whole) if prompt.adapter.whole else None
-        request = Request(
-            request_id=request_id or f"req-{secrets.token_hex(8)}",
-            prompt=prompt,
-            params=dataclasses.replace(params, prediction=""),
-            on_delta=on_delta if served is None else self._counted(on_delta, served, params.n),
-            priority=priority,
-            tenant=tenant,
-            arrival=next(self._numbers),
-            bad_words=find_bad_words(params.bad_words, encode),
-            grammar=grammar,
-            prediction=tuple(prediction),
-            affinity=tuple(affinity),
-            forced=tuple(map(tuple, forced)),
-            thought=thought,
-            closing=tuple(closing),
-            complete_experts=complete_experts,
-            adapter=None if served is None else served.adapter,
-            next_turn=next_turn or _plain_turn(prompt),
-            on_step=on_step,
-        )
-        group = self._make_group(request)
+    def begin(self, request: Request) -> None:
+        """See `RequestMaker.begin`. Each choice gets its last delta, unless this raises."""
+        digest, changes = request.prompt.adapter.whole, dict[str, Any](arrival=next(self._numbers))
+        served = self.adapters.begin_use(digest) if digest else None
+        if served is not None:
+            on_delta = self._counted(request.on_delta, served, request.params.n)
+            changes |= {"on_delta": on_delta, "adapter": served.adapter}
+        group = self._make_group(dataclasses.replace(request, **changes))
         try:
             self._loop.post(lambda: self._loop.add(group))
         except EngineClosedError:
             if served is not None:
                 self.adapters.end_use(served)
             raise
-        return request.request_id
 
     def _counted(
         self, on_delta: Callable[[Delta], None], served: ServedAdapter, choices: int
@@ -246,31 +154,6 @@ class Engine:
             on_delta(delta)
 
         return receive
-
-    @cached_property
-    def _thought_end(self) -> list[int]:
-        return self.preprocessor.tokenizer.encode(CLOSING)
-
-    def _thought_of(self, prompt: Prompt) -> Thought:
-        return Thought(begins_in_thought(self.text_of(prompt), continued=True), quiet=False)
-
-    def before_grammar(self, prompt: Prompt, thought: Thought | None, *, splits: bool) -> bytes:
-        """Return the text behind which a grammar applies; b"": it applies from the answer's start.
-
-        Args:
-            thought: of the answer; None: it is not known whether the prompt leaves one open.
-            splits: thoughts are split off, so the prompt is searched for one.
-        """
-        opened = splits and leaves_thought_open(self.text_of(prompt))
-        if thought is not None:
-            opened = thought.opened
-        mark = THINK_END + self.preprocessor.template_traits.separator
-        return mark.encode() if opened else b""
-
-    def text_of(self, prompt: Prompt) -> str:
-        """Return the prompt's text, decoded if it came as tokens."""
-        tokenizer = self.preprocessor.tokenizer
-        return prompt.text or tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def affinity_digest(self) -> AffinityDigest:
         """Return the affinity keys of cached prefixes and how many tokens are cached for each. Does
@@ -293,6 +176,10 @@ class Engine:
 
         with contextlib.suppress(EngineClosedError):
             self._loop.post(change)
+
+    def add(self, feature: object) -> None:
+        """Call the hooks of a feature from the next step on."""
+        self.call(lambda: self._hooks.add(feature))
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine's thread between two steps and return its result."""
@@ -319,7 +206,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the scheduler and the cache."""
-        return self.call(self._stats)
+        return with_prompts(self.call(self._stats), self.preprocessor)
 
     def probe(self, prompt: Prompt) -> CacheReport:
         """Return the cache report that a request with this prompt would get. Run nothing and change
@@ -348,6 +235,10 @@ class Engine:
     def describe(self, entry: ListedNode) -> NodeInfo:
         """Describe a node in its current state."""
         return describe(self._cache.config, entry)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows that describe the engine in the table of the start."""
+        return list(engine_rows(self.parts))
 
     @property
     def num_running(self) -> int:
@@ -387,8 +278,7 @@ class Engine:
     def _flush(self) -> Future[None] | None:
         self._scheduler.queues.reclaim()
         self._media.cache.flush()
-        self.preprocessor.raw_index.clear()
-        self.preprocessor.known_text.clear()
+        self.preprocessor.forget()
         return self._tiers.flush()
 
     def _held_bytes(self, usage: CacheUsage, tiers: Mapping[str, Any]) -> dict[str, int]:
@@ -409,9 +299,6 @@ class Engine:
             "prompt_logprobs": usage.logprob_bytes,
             "embeddings": self._media.held_bytes,
             "adapters": self.adapters.num_bytes,
-            "media_index": self.preprocessor.raw_index.num_bytes
-            + self.preprocessor.raw_index.frames.num_bytes,
-            "known_text": self.preprocessor.known_text.num_bytes,
             "grammars": self.grammars.num_bytes,
         }
 
@@ -434,11 +321,7 @@ class Engine:
             "replays": (ReplayCounts() if replays is None else replays.counts).as_dict(),
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,
-            "num_decoded_media": self.preprocessor.media_counts["decoded"],
             "embeddings": dict(self._media.counts),
-            "uploads": dict(self.preprocessor.media_counts),
-            "video_frames": dict(self.preprocessor.raw_index.frames.counts),
-            "known_text": self.preprocessor.known_text.counts,
             "embedding_bytes": self._media.cache.used,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),

@@ -24,11 +24,19 @@ PROMPT_TOKEN_BYTES = 3 * 2 * 32 * 32
 """Memory of a token while its prompt is made: in a video it is two frames of 32 x 32 pixels."""
 
 
-def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]:
-    """Yield the name and the upper bound in bytes of each part."""
+def parts(
+    config: ServerConfig, max_model_len: int, *, apart: bool = False
+) -> Iterator[tuple[str, int]]:
+    """Yield the name and the upper bound in bytes of each part.
+
+    Args:
+        apart: the engine has a process of its own.
+    """
     body = config.max_body_bytes
     values = min(body, max_cost(max_model_len))
     yield "bodies and prompts", config.max_request_bytes
+    if apart:
+        yield "the engine's copies of prompts", config.max_request_bytes
     media = MediaLimits()
     largest = max(media.max_image_bytes, media.max_video_bytes)
     favoured = max(body * WIDEST_BODY_FACTOR + values * VALUE_BYTES, largest)
@@ -47,6 +55,6 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     yield "compiling a grammar", MEMORY_BYTES + 6 * MAX_MESSAGE_BYTES
 
 
-def total(config: ServerConfig, max_model_len: int) -> int:
+def total(config: ServerConfig, max_model_len: int, *, apart: bool = False) -> int:
     """Return the sum of all parts in bytes."""
-    return sum(size for _, size in parts(config, max_model_len))
+    return sum(size for _, size in parts(config, max_model_len, apart=apart))

@@ -191,6 +191,12 @@ class ServerConfig:
     preprocess_threads: int = _limits(
         4, "threads that render chat templates and tokenize", low=1, high=256
     )
+    engine_process: str = _life(
+        "auto",
+        "run the engine in a process of its own, so that HTTP and media take none of its time; "
+        "auto: on with a GPU; not for `deploy`",
+        choices=("auto", "on", "off"),
+    )
     shutdown_timeout: float = _life(
         30.0,
         "seconds that running requests get after SIGTERM; a second SIGTERM stops at once",

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.adapters.options import named_adapters
+from vlm_serve.engine.remote.engine import RemoteEngine
 from vlm_serve.engine.start.build import device_of
-from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
@@ -39,6 +37,7 @@ from vlm_serve.server.http.serving import (
 )
 from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Mount, Service
+from vlm_serve.system.collector import freeze_startup_objects
 from vlm_serve.system.extras import install_command
 from vlm_serve.system.host_memory import retain_freed_memory
 
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-COLLECTIONS_BEFORE_A_FULL_ONE = 100
-"""Threshold of the garbage collector's oldest generation; Python's default is 10."""
 OPEN_TO_ALL = (
     "everybody who can reach this address can use the page, and see and empty the cache: "
     "set --api-key, listen on loopback, or use --no-page"
@@ -76,7 +73,7 @@ def serve(
     bound = listen(config)  # fail before the model is loaded
     _log.info("loading %s", model)
     try:
-        engine = Engine.from_checkpoint(model, engine_config)
+        engine = start_engine(model, engine_config, config)
     except BaseException:
         close_listener(bound)
         raise
@@ -85,7 +82,7 @@ def serve(
     for sentence in absent_folders(engine_config, config):
         _log.warning("%s", sentence)
     try:
-        rows = list(startup_rows(engine.parts, config, names, url_of(bound, tls=tls)))
+        rows = list(startup_rows(engine, config, names, url_of(bound, tls=tls)))
         announce = partial(print_notice, format_table(rows))
         server = make_server(engine, config, names, announce, _leave_at_once, mounts)
         server.service.grammars.warm_up()
@@ -96,6 +93,15 @@ def serve(
         close_listener(bound)
         engine.close()
     return 1 if ended.is_set() else 0
+
+
+def start_engine(model: str, engine_config: EngineConfig, config: ServerConfig) -> Engine:
+    """Return an engine in this process, or what stands for one in a process of its own. Raise as
+    `Engine.from_checkpoint` does."""
+    on_gpu = device_of(engine_config.device).type != "cpu"
+    if config.engine_process == "on" or (config.engine_process == "auto" and on_gpu):
+        return cast("Engine", RemoteEngine(model, engine_config))
+    return Engine.from_checkpoint(model, engine_config)
 
 
 def is_open_to_all(config: ServerConfig) -> bool:
@@ -116,19 +122,6 @@ def absent_folders(engine_config: EngineConfig, config: ServerConfig) -> list[st
     ]
 
 
-def freeze_startup_objects() -> None:
-    """Exempt the objects that exist at startup from garbage collection.
-
-    These are half a million objects of libraries and the model. A full collection of them stops
-    every thread for 0.2 s, repeatedly while requests come and go. Collecting newer objects,
-    mostly the cache's nodes, takes 20 to 70 ms. It is done ten times less often than by default,
-    and when the server is quiet (`upkeep`).
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], COLLECTIONS_BEFORE_A_FULL_ONE)
-
-
 def _leave_at_once() -> None:
     """Exit the process at once.
 
@@ -140,16 +133,18 @@ def _leave_at_once() -> None:
 
 
 def startup_rows(
-    parts: EngineParts, config: ServerConfig, names: tuple[str, ...], url: str
+    engine: Engine, config: ServerConfig, names: tuple[str, ...], url: str
 ) -> Iterable[tuple[str, str]]:
     """Yield the rows of the table printed at startup."""
+    traits = engine.preprocessor.template_traits
     yield "model", ", ".join(names)
-    yield from engine_rows(parts)
-    yield "requests", f"at most {format_size(total(config, parts.language.max_length))} on top"
+    yield from engine.rows()
+    most = total(config, engine.max_model_len, apart=engine.pid is not None)
+    yield "requests", f"at most {format_size(most)} on top"
     parser = config.tool_call_parser
-    form = form_of(parser, parts.preprocessor.template_traits.tool_form)
+    form = form_of(parser, traits.tool_form)
     yield "tool calls", parser if parser == "none" else form
-    yield "reasoning", reasoning_form(config.reasoning_parser, parts.preprocessor.template_traits)
+    yield "reasoning", reasoning_form(config.reasoning_parser, traits)
     if config.response_store_bytes:
         kept = f"{format_size(config.response_store_bytes)} per API key"
         yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"

@@ -211,7 +211,7 @@ async def server_info(service: Service, request: Request) -> Response:
             "max_queued_requests": service.config.max_queued_requests,
             "batch_invariant": asdict(service.engine.arithmetic.promise),
             "memory": {
-                "resident_bytes": resident_bytes(),
+                "resident_bytes": _resident(service.engine.pid),
                 "allocator_free_bytes": free_bytes(),
                 "held_bytes": service.state.metrics.engine_stats.held_bytes,
             },
@@ -219,6 +219,12 @@ async def server_info(service: Service, request: Request) -> Response:
             "server": shown_options(service.config),
         }
     )
+
+
+def _resident(pid: int | None) -> int | None:
+    """Return the resident memory of the server, and of its engine if that is another process."""
+    own, other = resident_bytes(), 0 if pid is None else resident_bytes(pid)
+    return None if own is None or other is None else own + other
 
 
 def shown_options(config: object) -> dict[str, Any]:

@@ -49,6 +49,9 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
         WorkerGroup("thread", "OtelBatchSpanRecordProcessor", 1, "exporting traces"),
         WorkerGroup("thread", "vlm-serve-engine", 1, "scheduler, cache and forward passes"),
         WorkerGroup("thread", "vlm-serve-end", 1, "waiting for the engine's end"),
+        WorkerGroup("thread", "vlm-serve-send", 1, "telling the engine's process"),
+        WorkerGroup("thread", "vlm-serve-receive", 1, "what the engine's process tells"),
+        WorkerGroup("thread", "vlm-serve-calls", 32, "what the engine's process asks"),
         WorkerGroup("thread", "vlm-serve-fetch", 64, "downloading media"),
         WorkerGroup("thread", "vlm-serve-media", 64, "waiting for media decoders"),
         WorkerGroup("thread", "vlm-serve-reload", 4, "loading media again for the engine"),
@@ -61,6 +64,7 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
             "process", "vlm_serve.preprocess.media.decode_worker", "4 + 3", "decoding media"
         ),
         WorkerGroup("process", "vlm_serve.grammar.worker", 1, "compiling grammars"),
+        WorkerGroup("process", "vlm_serve.engine.remote.worker", 1, "an engine of its own"),
         WorkerGroup(
             "process",
             "vlm_serve.engine.steps.ranks.worker",

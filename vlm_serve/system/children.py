@@ -80,6 +80,16 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[byte
     return starter.call(lambda: subprocess.Popen(line, **options))
 
 
+def how_ended(process: subprocess.Popen[bytes], seconds: float | None = None) -> str:
+    """Wait for a process to end and describe its exit. Raise subprocess.TimeoutExpired on
+    timeout."""
+    status = process.wait(seconds)
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
 def adopt_orphans() -> None:
     """Become the subreaper: orphaned descendants become children of this process. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

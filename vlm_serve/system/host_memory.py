@@ -121,10 +121,11 @@ def allocated_bytes() -> int:
     return 0 if info is None else int(info.uordblks + info.hblkhd)
 
 
-def resident_bytes() -> int | None:
-    """Return the process's memory that has pages; None: the system does not say."""
+def resident_bytes(pid: int | None = None) -> int | None:
+    """Return the memory that has pages of a process, None: of this one; None: the system does not
+    say."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+        return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return None
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_forms import FORMS
 from serving import RunningServer, running, wait_for
 
-from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
@@ -18,10 +18,10 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "batch" / "pictures.jsonl"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=FORMS)
+def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     config = EngineConfig(cache_memory="64MiB", max_num_seqs=2)
-    engine = Engine.from_checkpoint("demo", config)
+    engine = request.param("demo", config)
     with running(engine, ServerConfig(port=0, idle_check=False, batch_store="8MiB")) as server:
         yield server
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_forms import FORMS
 from families import SPECS
 from make_checkpoint import make_checkpoint
 from peft_folders import random_adapter
@@ -36,8 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def server(place: Path) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=FORMS)
+def server(request: pytest.FixtureRequest, place: Path) -> Iterator[RunningServer]:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -45,7 +46,7 @@ def server(place: Path) -> Iterator[RunningServer]:
         cache_memory="16MiB",
         lora_modules=(f"tuned={place / 'allowed' / '0'}",),
     )
-    engine = Engine.from_checkpoint(str(place / "model"), config)
+    engine = request.param(str(place / "model"), config)
     allowed = ServerConfig(
         port=0, allow_runtime_lora=True, allowed_lora_path=str(place / "allowed")
     )

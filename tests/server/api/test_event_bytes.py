@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,8 @@ from fake_engine import FakeEngine
 from serving import running
 
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.remote.messages import DeltaPacker, DeltaReader
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import Attempt
@@ -105,15 +108,37 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def stream_of(tokenizer: Tokenizer, name: str, *, together: bool, interval: float = 0.0) -> bytes:
+class Apart(FakeEngine):
+    """Its deltas come as they do from a process of its own."""
+
+    def submit(self, prompt: Any, params: Any, on_delta: Any, **options: Any) -> str:
+        packer, reader = DeltaPacker(), DeltaReader()
+
+        def receive(delta: Delta) -> None:
+            read = reader.read(*pickle.loads(pickle.dumps(packer.packed(delta))))
+            assert read == delta and read.time == delta.time
+            on_delta(read)
+
+        return super().submit(prompt, params, receive, **options)
+
+
+def stream_of(
+    tokenizer: Tokenizer,
+    name: str,
+    *,
+    together: bool,
+    interval: float = 0.0,
+    kind: type[FakeEngine] = FakeEngine,
+) -> bytes:
     """The body of a stream.
 
     Args:
+        kind: of the engine.
         together: tokens that come together share an event, as in a server without a gateway.
     """
     path, fields, answer = CASES[name]
     body = BASE[path] | fields | {"stream": True, "temperature": 0}
-    engine = FakeEngine(tokenizer)
+    engine = kind(tokenizer)
     engine.answer, engine.paced = answer, not together
 
     async def run() -> bytes:
@@ -137,11 +162,12 @@ def recorded() -> dict[str, str]:
     return streams
 
 
+@pytest.mark.parametrize("kind", [FakeEngine, Apart])
 @pytest.mark.parametrize("name", CASES)
 def test_a_stream_has_the_bytes_of_before(
-    tokenizer: Tokenizer, recorded: dict[str, str], name: str
+    tokenizer: Tokenizer, recorded: dict[str, str], name: str, kind: type[FakeEngine]
 ) -> None:
-    assert stream_of(tokenizer, name, together=False).decode() == recorded[name]
+    assert stream_of(tokenizer, name, together=False, kind=kind).decode() == recorded[name]
 
 
 @pytest.mark.parametrize("interval", [0.0, 60_000.0])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from engine_forms import FORMS
 from serving import RunningServer, chat_body, running, wait_for
 from sweeps import quick
 
@@ -47,10 +48,10 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def _server() -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=FORMS)
+def _server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     options = ServerConfig(port=0, idle_check=False, reasoning_parser="qwen3")
-    with running(Engine.from_checkpoint("demo", CONFIG), options) as server:
+    with running(request.param("demo", CONFIG), options) as server:
         yield server
 
 

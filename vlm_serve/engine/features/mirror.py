@@ -180,6 +180,9 @@ class TreeMirror:
         """Return the node with this key, if any."""
         return self._entries.get(key)
 
+    def refresh(self, entries: Iterable[ListedNode] | None = None) -> None:
+        """Read the counters of nodes again where they are copies, None: of all nodes. May block."""
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """Keep changes for a follower within this context."""

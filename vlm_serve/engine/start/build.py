@@ -7,9 +7,10 @@ checkpoint's, neutral ones, or those of another folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -199,7 +200,8 @@ def _assemble(
     if source.compiled and not compile_steps(model, caches):
         source = replace(source, arithmetic=with_plain_ops(arithmetic))
         loaded = replace(loaded, source=source)
-    preprocessor = _preprocessor(source, config, model, max_model_len)
+    make_preprocessor = _preprocessor(source, config, model, max_model_len)
+    preprocessor = make_preprocessor()
     executor = _executor(loaded, caches, pools, graphs, config)
     room = steps.adapters if steps is not None and serves_adapters(config) else None
     adapters, slots = make_adapters(source, model, config, executor, room)
@@ -265,6 +267,7 @@ def _assemble(
         memory=memory,
         steps=steps,
         preprocessor=preprocessor,
+        make_preprocessor=make_preprocessor,
         language=Language(tokenizer, tokenizer.eos_ids, spec.vocab_size, max_model_len),
         scheduler=scheduler,
         features=Features(scheduler, options),
@@ -366,7 +369,8 @@ def device_of(name: str) -> torch.device:
 
 def _preprocessor(
     source: ModelSource, config: EngineConfig, model: Model, max_tokens: int
-) -> Preprocessor:
+) -> Callable[[], Preprocessor]:
+    """Return what makes the preprocessor, here or in another process."""
     assert config.block_size is not None
     judges = config.task in ("rerank", "classify") and model.spec.vision is None
     thoughtless = {"enable_thinking": False} if judges else {}
@@ -384,7 +388,8 @@ def _preprocessor(
         processor_fingerprint=processor_fingerprint(source.path, model.spec.config),
         numerics=source.arithmetic.numerics,
     )
-    return Preprocessor(
+    return partial(
+        Preprocessor,
         source.path,
         block_size=config.block_size,
         root_key=root,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vlm_serve.cache.prefix_cache import PrefixCache
@@ -24,7 +25,8 @@ from vlm_serve.preprocess.prepare import Preprocessor
 @dataclass(frozen=True)
 class EngineParts:
     """Components of an engine. `config` has its defaults filled in. `steps` is None where it is not
-    measured. `degraded`: why steps are much slower than they could be."""
+    measured. `degraded`: why steps are much slower than they could be. `make_preprocessor` can be
+    pickled."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -32,6 +34,7 @@ class EngineParts:
     weights: WeightBytes
     memory: MemoryPlan
     preprocessor: Preprocessor
+    make_preprocessor: Callable[[], Preprocessor]
     language: Language
     scheduler: Scheduler
     features: Features

@@ -14,17 +14,14 @@ from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.core.executor import ExecutorLostError, StepError
 from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.steps.local_executor import LocalExecutor
-from vlm_serve.engine.steps.ranks.process import (
-    ConnectionLostError,
-    RankProcesses,
-    ReplyTimeoutError,
-)
+from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.engine.steps.ranks.task import Pools
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks import SharedRanks
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import Adapter, to_send
 from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.system.wire import ConnectionLostError, ReplyTimeoutError
 
 Staged = tuple[Any, list[Entry]]
 _T = TypeVar("_T")

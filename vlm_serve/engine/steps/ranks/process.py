@@ -4,60 +4,19 @@ private socket pair."""
 from __future__ import annotations
 
 import contextlib
-import pickle
-import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 from vlm_serve.errors import EngineError
 from vlm_serve.system import child, children
+from vlm_serve.system.wire import ConnectionLostError, ReplyTimeoutError, Wire
 
 START_SECONDS = 300.0
 _END_SECONDS = 10.0
 """Time to wait for the exit status: an ending process closes its connection a little earlier."""
-
-
-class ConnectionLostError(Exception):
-    """The other side has closed the connection or has not replied in time."""
-
-
-class ReplyTimeoutError(ConnectionLostError):
-    """The other side has not replied in time."""
-
-
-class Wire:
-    """One end of a connection. Every method raises ConnectionLostError.
-
-    Args:
-        descriptor: a connected socket; this object takes ownership.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._connection = Connection(descriptor)
-
-    def send(self, *message: Any) -> None:
-        """Send a name with its arguments, or a reply. Tensors are copied."""
-        try:
-            self._connection.send_bytes(pickle.dumps(message, protocol=5))
-        except OSError as error:
-            raise ConnectionLostError from error
-
-    def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
-        """Wait for the next message; without `seconds`, wait for ever."""
-        try:
-            if seconds is not None and not self._connection.poll(seconds):
-                raise ReplyTimeoutError
-            message: tuple[Any, ...] = pickle.loads(self._connection.recv_bytes())
-        except (OSError, EOFError) as error:
-            raise ConnectionLostError from error
-        return message
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 class RankProcess:
@@ -118,11 +77,7 @@ class RankProcess:
     def wait(self, seconds: float | None = None) -> str:
         """Wait for the process to end and describe its exit. Raise subprocess.TimeoutExpired on
         timeout."""
-        status = self._process.wait(seconds)
-        if status < 0:
-            with contextlib.suppress(ValueError):
-                return f"was ended by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
+        return children.how_ended(self._process, seconds)
 
     def close(self) -> None:
         """Kill the process."""

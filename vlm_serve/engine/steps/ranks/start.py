@@ -9,12 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vlm_serve.engine.steps.ranks.process import (
-    START_SECONDS,
-    ConnectionLostError,
-    RankProcesses,
-    ReplyTimeoutError,
-)
+from vlm_serve.engine.steps.ranks.process import START_SECONDS, RankProcesses
 from vlm_serve.engine.steps.ranks.task import ModelSource, RankTask, Rendezvous
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
@@ -22,6 +17,7 @@ from vlm_serve.models import Model, ModelSpec
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
 from vlm_serve.system.private_files import TemporaryFolder
+from vlm_serve.system.wire import ConnectionLostError, ReplyTimeoutError
 
 
 def load(

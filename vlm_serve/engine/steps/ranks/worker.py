@@ -13,11 +13,11 @@ import torch
 from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine.requests.plan import SequenceInfo, StepPlan
 from vlm_serve.engine.steps.local_executor import LocalExecutor
-from vlm_serve.engine.steps.ranks.process import ConnectionLostError, Wire
 from vlm_serve.engine.steps.ranks.task import Pools, RankTask
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import LowRank, changes_of
 from vlm_serve.system.log_output import start_logging
+from vlm_serve.system.wire import ConnectionLostError, Wire
 
 WITHOUT_REPLY = ("register", "forget", "adapter", "poison")
 """Messages without a reply."""

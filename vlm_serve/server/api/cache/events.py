@@ -96,6 +96,7 @@ class _Subscriber:
         """
         loop, feed = asyncio.get_running_loop(), self._feed
         with feed.subscribed(self._share):
+            await asyncio.to_thread(feed.mirror.refresh)
             # The latest status is part of the history; as one of now it would be wrong.
             sequence, status_number, quiet = -1, feed.status_number, 0
             while True:

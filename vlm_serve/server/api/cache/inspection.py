@@ -163,7 +163,8 @@ async def tree(service: Service, request: Request) -> Response:
     offset, limit = page_of(request.query_params)
     visible = VisibleRoots(service, request).refresh()
     entries = visible.below(service.engine.mirror.listing().entries)
-    body = dataclasses.asdict(service.engine.page(entries, offset, limit))
+    page = await asyncio.to_thread(service.engine.page, entries, offset, limit)
+    body = dataclasses.asdict(page)
     if is_tenant(request.scope):
         body["nodes"] = [with_own_number(node) for node in body["nodes"]]
     return JSONResponse(CacheTree(**body).model_dump())
@@ -180,7 +181,8 @@ async def node(service: Service, request: Request) -> Response:
     token_ids = None
     if not is_tenant(request.scope):
         token_ids = list(struct.unpack(f"<{entry.node.num_tokens}I", entry.node.packed_tokens))
-    body = dataclasses.asdict(service.engine.describe(entry))
+    page = await asyncio.to_thread(service.engine.page, [entry], 0, 1)
+    body = dataclasses.asdict(page.nodes[0])
     if is_tenant(request.scope):
         body = with_own_number(body)
     return JSONResponse(CacheNodeDetails(**body, token_ids=token_ids).model_dump())

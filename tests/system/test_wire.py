@@ -1,16 +1,19 @@
-"""Messages between an engine and its ranks, over real sockets."""
+"""Messages between a process and its child, over real sockets."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
-from vlm_serve.engine.steps.ranks.process import ConnectionLostError, Wire
+from vlm_serve.system import wire
+from vlm_serve.system.wire import SHARED_BYTES, ConnectionLostError, Wire
 
 
 @contextmanager
@@ -78,3 +81,36 @@ def test_a_wire_that_was_closed_here_says_so_too() -> None:
             left.send("step")
         with pytest.raises(ConnectionLostError):
             left.receive()
+
+
+def test_large_arrays_are_shared_and_belong_to_who_gets_them() -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    with wires() as (left, right):
+        sent = [np.full(SHARED_BYTES, number, np.uint8) for number in range(250)]
+        sender = threading.Thread(target=left.send, args=("rows", sent, sent[0][:9]))
+        sender.start()
+        _, got, few = right.receive(20.0)
+        sender.join(20.0)
+        assert len(os.listdir("/proc/self/fd")) == opened + 3, "one for all arrays"
+    assert all((one == number).all() for number, one in enumerate(got))
+    got[0][:] = 77
+    assert not sent[0].any() and not few.any(), "what was sent is not what came"
+
+
+def test_without_files_in_memory_arrays_are_part_of_the_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "_can_share", lambda: False)
+    with wires() as (left, right):
+        sent = np.arange(SHARED_BYTES, dtype=np.uint8)
+        left.send("rows", sent)
+        assert (right.receive(1.0)[1] == sent).all()
+
+
+def test_what_is_lost_on_the_way_leaves_nothing_behind() -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    with wires() as (left, right):
+        right.close()
+        with pytest.raises(ConnectionLostError):
+            left.send("rows", np.zeros(2 * SHARED_BYTES, np.uint8))
+    assert len(os.listdir("/proc/self/fd")) == opened
