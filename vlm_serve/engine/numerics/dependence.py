@@ -68,6 +68,7 @@ _BY_NOTHING = {
     "factors have one tile; their base is a product": """linear.low_rank_triton:reduced
         linear.low_rank_triton:extended""",
     "copies": "kv_write.triton:copy_kv_rows state_copy.triton:copy_runs",
+    "samples rows, each from its own logits": "sampling.triton:sample_rows",
     "computes rows of answers alone": """paged_attention.triton:attention_decode
         gated_delta.decoding_triton:mix_decode gated_delta.triton:recurrent_gated_delta
         gated_delta.triton:verify_gated_delta gated_delta.triton:fold_gated_delta
