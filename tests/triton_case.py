@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from triton.runtime.interpreter import FunctionRewriter
 
 from vlm_serve.kernels import dispatch, kv_write
 from vlm_serve.kernels.dispatch import triton_everywhere
@@ -21,6 +22,20 @@ from vlm_serve.kernels.triton_support import interpreted
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def _transformed(
+    rewriter: Any, source: str, transform: Any = FunctionRewriter._transform_ast
+) -> Any:
+    """Parse a kernel, again if something else was parsed meanwhile: CPython 3.11 counts the depth
+    of all parses in one place, and takes what another thread or a finaliser adds for a fault."""
+    for _ in range(9):
+        with suppress(SystemError):
+            return transform(rewriter, source)
+    return transform(rewriter, source)
+
+
+FunctionRewriter._transform_ast = _transformed
 
 
 @contextmanager
