@@ -39,6 +39,11 @@ from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.reading.data_url import read_data_url
 from vlm_serve.system.stopping import Stop
 
+VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mpg", ".mpeg", ".3gp"),
+    *(".flv", ".wmv"),
+)
+"""Ends of the names of video files."""
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK = 1 << 16
 _FIRST_BYTES = 1 << 18

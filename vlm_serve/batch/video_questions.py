@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import ConfigError
-from vlm_serve.pipeline.media import VIDEO_SUFFIXES
+from vlm_serve.preprocess.media.fetch import VIDEO_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.media.fetch import naming
+from vlm_serve.preprocess.media.fetch import VIDEO_SUFFIXES, naming
 
 _KINDS = ("image", "video")
 _CHANNELS = (1, 3, 4)
@@ -101,12 +101,6 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         said = "floating-point pixels must be from 0 to 1: give uint8 for values from 0 to 255"
         raise MediaError(said if floating else "whole-number pixels must be from 0 to 255")
     return np.rint(array * 255).astype(np.uint8) if floating else array.astype(np.uint8)
-
-
-VIDEO_SUFFIXES = (
-    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mpg", ".mpeg", ".3gp"),
-    *(".flv", ".wmv"),
-)
 
 
 def parts_of(media: Iterable[Any]) -> list[dict[str, Any]]:
