@@ -90,6 +90,9 @@ def tapped(engine: Engine) -> Iterator[Tap]:
 
     def listening_run(plan: StepPlan) -> StepOutput:
         output = run(plan)
+        if plan.rows is not None:
+            for number, row in zip(plan.rows.sequences, latest[0], strict=False):
+                tap.logits[number].append(row)
         if not plan.slices:
             return output
         packed = sorted(plan.slices, key=lambda item: item.kind)
