@@ -38,7 +38,7 @@ def _plain_turn(prompt: Prompt) -> PlainTurn | None:
 
 
 class RequestMaker:
-    """What is known of an answer before it begins; no thread of an engine is involved.
+    """Knowledge of an answer before it begins; no thread of an engine is involved.
 
     Attributes:
         config, spec: the engine's options, its model.

@@ -24,7 +24,7 @@ USUAL: frozenset[Part] = frozenset({"any", "plain"})
 
 
 class Dependence(NamedTuple):
-    """What a prompt's row depends on in an op.
+    """Dependence of a prompt's row on others in an op.
 
     Attributes:
         on: by default.

@@ -39,7 +39,7 @@ REDUCERS = {torch.Tensor: _reduced}
 
 @dataclass(frozen=True)
 class Started:
-    """What the asking process knows of an engine that has started; see `Engine` and `EngineParts`.
+    """An engine that has started, for the asking process; see `Engine` and `EngineParts`.
 
     Attributes:
         served: names of the adapters, as `RemoteAdapters` has them.

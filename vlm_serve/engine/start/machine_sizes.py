@@ -33,7 +33,7 @@ milliseconds."""
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a number of sequences takes, in bytes.
+    """Needs of a number of sequences, in bytes.
 
     Attributes:
         sequences: the number.

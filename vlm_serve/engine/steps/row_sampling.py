@@ -20,7 +20,7 @@ _PLAIN = (1.0, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
 
 
 class RowParams(Counted, Protocol):
-    """What a sampler says of its rows.
+    """A sampler's wishes for its rows.
 
     Attributes:
         is_penalised: True if earlier tokens change the logits.
