@@ -90,7 +90,8 @@ def test_adapters_are_checked_and_leave_the_digest(
     experts = "all" if name == "moe" else "none"
     changed = replace(own, reserve_loras=True, lora_experts=experts)
     assert check(tmp_path / "b", SPECS[name], changed) == plain
-    added = {"few_rows", "reduced", "extended"} | ({"routed_experts"} if name == "moe" else set())
+    added = {"few_rows", "product", "reduced", "extended"}
+    added |= {"routed_experts"} if name == "moe" else set()
     assert set(seen[1] - seen[0]) == added
 
 
