@@ -16,13 +16,14 @@ from vlm_serve.engine.features.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.features.tiers.shared_store import read_address
 from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide
 from vlm_serve.engine.numerics.dependence import parts_of
-from vlm_serve.engine.requests.pooling import head_rows, with_task
+from vlm_serve.engine.requests.pooling import with_task
 from vlm_serve.engine.start.adapter_start import planned_bytes
 from vlm_serve.engine.start.build import (
     changes_of,
     find_checkpoint,
     longest_context,
     naming_folder,
+    weights_in_memory,
     with_block_size,
 )
 from vlm_serve.engine.start.draft_start import with_drafts, with_mtp
@@ -43,7 +44,7 @@ from vlm_serve.engine.steps.ranks.start import slot_bytes
 from vlm_serve.engine.steps.step_paths import find_backend, graphs_wanted
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec, read_spec
-from vlm_serve.models.weight_sizes import WeightBytes, check_stored, prompt_price, weight_bytes
+from vlm_serve.models.weight_sizes import WeightBytes, check_stored, prompt_price
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size, parse_size
 
@@ -119,16 +120,8 @@ def make(model: str, config: EngineConfig, device_memory: int | None = None) -> 
     config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization, parts_of(spec, config))
     types = arithmetic.types
-    weights = weight_bytes(
-        spec,
-        weights=types.weights,
-        compute=types.compute,
-        device=device,
-        compiled=backend.compiled,
-        tensor_parallel=ranks,
-        drafts=mtp,
-        bits=arithmetic.bits,
-        head_rows=head_rows(config, spec),
+    weights = weights_in_memory(
+        spec, config, arithmetic, device, compiled=backend.compiled, mtp=mtp
     )
     on_gpu = device.type == "cuda"
     if device_memory is not None and not on_gpu:

@@ -7,7 +7,7 @@ checkpoint's, neutral ones, or those of another folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from vlm_serve.engine.features.endings.endings import EndingMode
 from vlm_serve.engine.features.table import Features, Options
 from vlm_serve.engine.features.tiers.loading import make_tiers
 from vlm_serve.engine.features.tiers.shared_store import SharedAddress, find_store
-from vlm_serve.engine.numerics.arithmetic import decide, with_plain_ops
+from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide, with_plain_ops
 from vlm_serve.engine.numerics.dependence import parts_of
 from vlm_serve.engine.numerics.invariance import exact_only
 from vlm_serve.engine.requests.pooling import head_rows, pooled_tokens, with_task
@@ -71,7 +71,7 @@ from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
-from vlm_serve.models.weight_sizes import check_stored, weight_bytes
+from vlm_serve.models.weight_sizes import WeightBytes, check_stored, weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.preprocess.identity.keys import RootFields
 from vlm_serve.preprocess.media.limits import MediaLimits
@@ -130,16 +130,8 @@ def build(
     else:
         choose(config.gpu_kernels)
     if device.type == "cuda" and size == 1:
-        weights = weight_bytes(
-            spec,
-            weights=arithmetic.types.weights,
-            compute=arithmetic.types.compute,
-            device=device,
-            compiled=backend.compiled,
-            tensor_parallel=size,
-            drafts=mtp,
-            bits=arithmetic.bits,
-            head_rows=head_rows(config, spec),
+        weights = weights_in_memory(
+            spec, config, arithmetic, device, compiled=backend.compiled, mtp=mtp
         )
         memory = torch.cuda.mem_get_info(device)[0] - weights.in_memory
         types = arithmetic.types
@@ -252,17 +244,14 @@ def _assemble(
         config=_decided(config, source, graphs=bool(graphs.steps)),
         spec=spec,
         arithmetic=source.arithmetic,
-        weights=weight_bytes(
+        weights=weights_in_memory(
             spec,
-            weights=types.weights,
-            compute=types.compute,
-            device=source.device,
+            config,
+            source.arithmetic,
+            source.device,
             compiled=source.compiled,
-            tensor_parallel=size,
-            drafts=source.drafts,
+            mtp=source.drafts,
             quantised=model.quantised,
-            bits=source.arithmetic.bits,
-            head_rows=head_rows(config, spec),
         ),
         memory=memory,
         steps=steps,
@@ -356,6 +345,41 @@ def find_checkpoint(
         check_no_tower(tower)
         return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
     return resolve_checkpoint(model, configs_only=configs_only, revision=revision, tower=tower)
+
+
+def weights_in_memory(
+    spec: ModelSpec,
+    config: EngineConfig,
+    arithmetic: Arithmetic,
+    device: torch.device,
+    *,
+    compiled: bool,
+    mtp: bool,
+    quantised: Collection[str] | None = None,
+) -> WeightBytes:
+    """Compute what the weights take on each rank, in bytes.
+
+    Args:
+        spec: the model.
+        config: options, with a task.
+        arithmetic: types of weights and computation.
+        device: where they lie.
+        compiled: the kernels are compiled code.
+        mtp: the layers that draft are loaded too.
+        quantised: see `weight_bytes`; None: not loaded yet.
+    """
+    return weight_bytes(
+        spec,
+        weights=arithmetic.types.weights,
+        compute=arithmetic.types.compute,
+        device=device,
+        compiled=compiled,
+        tensor_parallel=config.tensor_parallel_size,
+        drafts=mtp,
+        quantised=quantised,
+        bits=arithmetic.bits,
+        head_rows=head_rows(config, spec),
+    )
 
 
 def device_of(name: str) -> torch.device:
