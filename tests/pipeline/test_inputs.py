@@ -47,6 +47,15 @@ def test_the_short_form_stands_wherever_messages_do(pipe: Pipeline) -> None:
     assert pipe.probe(hello).prompt_tokens == pipe.chat(hello, GREEDY).usage.prompt_tokens
 
 
+def test_counters_of_the_engine_know_what_was_reused(pipe: Pipeline) -> None:
+    pipe.chat("Counted", GREEDY)
+    before = pipe.stats()["cache"]
+    usage = pipe.chat("Counted", GREEDY).usage
+    after = pipe.stats()["cache"]
+    assert after["hit_tokens"] - before["hit_tokens"] == usage.cached_tokens > 0
+    assert after["query_tokens"] - before["query_tokens"] == usage.prompt_tokens
+
+
 @pytest.mark.parametrize("wrong", [5, {"role": "user", "content": "x"}, b"text", 2.5])
 def test_what_is_no_conversation_is_told_what_to_write(pipe: Pipeline, wrong: Any) -> None:
     for ask in (pipe.chat, pipe.probe, lambda given: list(pipe.stream(given))):

@@ -21,9 +21,10 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from serving import RunningServer, chat_body, wait_for
 
-from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta, Usage
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.metrics import RECENT, RecentHits
 from vlm_serve.server.routes import DescribedApp
 
 
@@ -95,6 +96,19 @@ def test_metrics_count_what_happened(fake: RunningServer) -> None:
     assert grown("mm_cache_queries_total") == grown("mm_cache_hits_total") == 1
     assert grown("mm_decodes_skipped_total") == 1
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+
+
+def test_the_hit_rate_is_that_of_recent_requests(fake: RunningServer) -> None:
+    usage = fake.chat().json()["usage"]
+    assert 0 < samples(fake)["prefix_cache_hit_rate"] < 1
+    recent = RecentHits()
+    assert recent.rate == 0
+    recent.add(Usage(prompt_tokens=30, cached_tokens=30))
+    for _ in range(RECENT - 1):
+        recent.add(Usage(prompt_tokens=10))
+    assert recent.rate == 30 / (30 + 10 * (RECENT - 1))
+    recent.add(Usage(prompt_tokens=usage["prompt_tokens"]))
+    assert recent.rate == 0
 
 
 def test_metrics_know_adapters(fake: RunningServer) -> None:

@@ -248,6 +248,14 @@ class Pipeline:
         (job,) = how(pooled=pooled)
         return self.engine.probe(returned(job).prepare())
 
+    def stats(self) -> dict[str, Any]:
+        """Return the engine's counters and gauges, as `/v1/cache/stats` does.
+
+        In `stats["cache"]`, `hit_tokens` over `query_tokens` is the hit rate since the start.
+        `stats["usage"]` says what blocks and rows hold, `stats["held_bytes"]` what keeps memory.
+        """
+        return self.engine.stats()
+
     def embed(
         self,
         contents: Iterable[Content],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -80,6 +81,8 @@ TENANT_COUNTS = {
     "generated_tokens": "Their generated tokens",
     "given_up_seats": "Times that a running sequence gave up its seat for another tenant",
 }
+RECENT = 1000
+"""Requests that the gauge of the hit rate looks back on."""
 EVICTED_KINDS = ("kv", "tail", "snapshot", "suspended", "timed_pin")
 
 Values = float | Mapping[str, float]
@@ -139,6 +142,9 @@ class Metrics:
         self.check_failures = self._counter(
             "idle_check_failures", "Idle checks that found a violated invariant"
         )
+        self._recent = RecentHits()
+        text = f"Share of prompt tokens found in the prefix cache, of the last {RECENT} requests"
+        self._gauge("prefix_cache_hit_rate", text, lambda: self._recent.rate)
         text = "Finished requests by the reason of their end"
         self._finished = self._counters("request_success", text, "finished_reason")
         text = "Requests by the reason why not more of their prompt was cached"
@@ -183,6 +189,7 @@ class Metrics:
         self.generation_tokens.inc(usage.completion_tokens)
         self.prefix_cache_queries.inc(usage.prompt_tokens)
         self.prefix_cache_hits.inc(usage.cached_tokens)
+        self._recent.add(usage)
         self._finished.labels(self._model_name, finished.reason).inc()
         if report is not None:
             self._misses.labels(self._model_name, report.reason).inc()
@@ -197,6 +204,29 @@ class Metrics:
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry) + generate_latest(self._plain)
+
+
+class RecentHits:
+    """The hit rate of the last `RECENT` requests that have finished."""
+
+    def __init__(self) -> None:
+        self._counts = deque[tuple[int, int]]()
+        self._prompt = self._cached = 0
+
+    def add(self, usage: Usage) -> None:
+        """Add a request, and forget the oldest one beyond `RECENT`."""
+        self._counts.append((usage.prompt_tokens, usage.cached_tokens))
+        self._prompt += usage.prompt_tokens
+        self._cached += usage.cached_tokens
+        if len(self._counts) > RECENT:
+            prompt, cached = self._counts.popleft()
+            self._prompt -= prompt
+            self._cached -= cached
+
+    @property
+    def rate(self) -> float:
+        """Reused tokens per prompt token; 0 before the first request."""
+        return _ratio(self._cached, self._prompt)
 
 
 class PlainNames(Collector):
