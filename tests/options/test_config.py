@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ from vlm_serve.options.declared import (
     options_of,
     parse_size,
 )
+from vlm_serve.options.flags import Parser, add_options
+from vlm_serve.server.config import ServerConfig
 
 CONTRACT_FIELDS = {
     "device", "dtype", "deterministic", "block_size", "enable_prefix_caching", "cache_memory",
@@ -175,3 +178,22 @@ def test_every_option_is_described() -> None:
         assert item.shown_default
         assert item.env == "VLM_SERVE_" + item.name.upper()
         assert item.normalise(item.default) == item.default
+
+
+@pytest.mark.parametrize(
+    ("option", "theirs", "ours"),
+    [
+        ("tool_call_parser", "qwen3_coder", "qwen3_xml"),
+        ("tool_call_parser", "qwen3coder", "qwen3_xml"),
+        ("reasoning_parser", "qwen-qwq", "qwen3"),
+    ],
+)
+def test_parsers_have_the_names_of_other_servers(option: str, theirs: str, ours: str) -> None:
+    given: dict[str, Any] = {option: theirs}
+    assert getattr(ServerConfig(**given), option) == ours
+    parser = Parser()
+    add_options(parser, options_of(ServerConfig))
+    flag = "--" + option.replace("_", "-")
+    assert getattr(parser.parse_args([flag, theirs]), option) == ours
+    with pytest.raises(ConfigError, match=f"{option} must be one of auto"):
+        ServerConfig(**{**given, option: theirs + "x"})

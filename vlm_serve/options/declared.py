@@ -74,6 +74,7 @@ class Option:
         aliases: further flags, without leading dashes.
         metavar: name of the value in `--help`; empty: by kind.
         default_text: the default as the documentation shows it; empty: `default` itself.
+        synonyms: names of choices in other servers, each with the choice that it means.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     metavar: str = ""
     default_text: str = ""
+    synonyms: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -135,6 +137,8 @@ class Option:
         if value is None and self.default is None:
             return None
         value = self._typed(plain_number(value))
+        if self.synonyms:
+            value = self.synonyms.get(value, value)
         if self.choices and value not in self.choices:
             raise self._bad(value, "one of " + ", ".join(str(choice) for choice in self.choices))
         if self.low is not None and not value >= self.low:  # Also catches NaN.
@@ -205,7 +209,7 @@ def section(name: str) -> Callable[..., Any]:
     """Return a function to declare the options of one section of a config dataclass.
 
     It takes an option's default, its help and, by name, `choices`, `low`, `high`, `aliases`,
-    `metavar` and `default_text` of `Option`, and returns a dataclass field.
+    `metavar`, `default_text` and `synonyms` of `Option`, and returns a dataclass field.
     """
 
     def option(default: Any, help: str, **details: Any) -> Any:

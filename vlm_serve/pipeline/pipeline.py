@@ -85,7 +85,7 @@ class Pipeline:
         lora: LoRA | str | None = None,
         reasoning_parser: str = "auto",
     ) -> None:
-        ServerConfig(reasoning_parser=reasoning_parser)  # It checks the value.
+        reasoning_parser = ServerConfig(reasoning_parser=reasoning_parser).reasoning_parser
         given: object = config
         if not isinstance(given, EngineConfig | None):
             raise ConfigError(f"config must be an EngineConfig, not {type(given).__name__}")
@@ -100,7 +100,7 @@ class Pipeline:
     @classmethod
     def from_engine(cls, engine: Engine, *, reasoning_parser: str = "auto") -> Pipeline:
         """Return a pipeline over a running engine; closing it closes the engine."""
-        ServerConfig(reasoning_parser=reasoning_parser)
+        reasoning_parser = ServerConfig(reasoning_parser=reasoning_parser).reasoning_parser
         pipeline = cls.__new__(cls)
         pipeline._start(engine, reasoning_parser)
         return pipeline

@@ -106,6 +106,7 @@ class ServerConfig:
         "auto",
         "format of tool calls in answers; auto: the format that the chat template asks for",
         choices=("auto", "qwen3_xml", "minicpm5", "hermes", "none"),
+        synonyms={"qwen3_coder": "qwen3_xml", "qwen3coder": "qwen3_xml"},
     )
     reasoning_parser: str = _server(
         "auto",
@@ -113,6 +114,7 @@ class ServerConfig:
         "prompt or the answer, and </think>; deepseek_r1: all text before </think>; auto: qwen3 if "
         "the chat template knows these marks, else none",
         choices=("auto", "qwen3", "deepseek_r1", "none"),
+        synonyms={"qwen-qwq": "qwen3"},
     )
     otlp_traces_endpoint: str | None = _server(
         None, "URL for OpenTelemetry traces (OTLP over HTTP); needs the extra `otel`", metavar="URL"
