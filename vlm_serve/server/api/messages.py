@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -150,6 +150,15 @@ class MessagesPrompt(AnswerRequest):
             conversation.ignored.append("context_management")
         return known or None
 
+    @property
+    def lifetime(self) -> str:
+        """What the last cache mark asks for: "1h" or "5m". Here it only has a count."""
+        tools = [tool.model_extra or {} for tool in self.tools or ()]
+        said = [(each.model_extra or {}) | {"content": each.content} for each in self.messages]
+        blocks = [*tools, {"content": self.system}, *said, self.model_extra or {}]
+        marks = list(_marks(blocks))
+        return "1h" if marks and marks[-1].get("ttl") == "1h" else "5m"
+
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
         kind = choice.get("type")
@@ -161,6 +170,16 @@ class MessagesPrompt(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
+
+
+def _marks(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the cache marks of blocks, in their order."""
+    for block in blocks:
+        inner, mark = block.get("content"), block.get("cache_control")
+        if isinstance(inner, list):
+            yield from _marks([each for each in inner if isinstance(each, dict)])
+        if isinstance(mark, dict):
+            yield mark
 
 
 def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | None:
@@ -194,7 +213,7 @@ class MessageBody(BaseModel):
     content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: dict[str, int]
+    usage: dict[str, Any]
     cache_report: Optional[CacheReportBody] = None
 
 
@@ -220,6 +239,7 @@ class MessageStream(BlockStream):
         self._request = body
         self._chat = chat
         self._generation = generation
+        self._lifetime = body.lifetime
 
     def start(self) -> list[Event]:
         body = self._body([])
@@ -272,7 +292,7 @@ class MessageStream(BlockStream):
         return body
 
     def _body(self, content: list[dict[str, Any]]) -> MessageBody:
-        usage = self._generation.usage
+        usage, written = self._generation.usage, self._generation.usage.written_tokens
         return MessageBody(
             id=f"msg_{self._chat.task.request_id}",
             model=self._chat.model,
@@ -280,10 +300,14 @@ class MessageStream(BlockStream):
             stop_reason=None,
             stop_sequence=None,
             usage={
-                # In this API `input_tokens` excludes tokens read from the cache.
-                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                # In this API `input_tokens` excludes tokens read from the cache or written to it.
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
                 "cache_read_input_tokens": usage.cached_tokens,
-                "cache_creation_input_tokens": 0,
+                "cache_creation_input_tokens": written,
+                "cache_creation": {
+                    f"ephemeral_{each}_input_tokens": written if each == self._lifetime else 0
+                    for each in ("5m", "1h")
+                },
                 "output_tokens": usage.completion_tokens,
             },
         )

@@ -84,7 +84,10 @@ def test_it_counts_what_a_message_prefills(server: RunningServer, fields: dict[s
         counted = client.messages.count_tokens(model="test-model", **fields)
         usage = client.messages.create(model="test-model", max_tokens=1, **fields).usage
     assert usage.cache_read_input_tokens is not None
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert usage.cache_creation_input_tokens is not None
+    assert counted.input_tokens == (
+        usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    )
 
 
 def test_a_prompt_over_the_context_is_counted_all_the_same(server: RunningServer) -> None:

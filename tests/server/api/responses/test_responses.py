@@ -62,6 +62,7 @@ def test_a_whole_response(fake: RunningServer, client: openai.OpenAI) -> None:
     usage = response.usage
     assert usage is not None
     assert usage.input_tokens_details.cached_tokens == 3
+    assert usage.input_tokens_details.cache_write_tokens == 2
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
 
 

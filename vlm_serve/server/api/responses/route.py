@@ -260,10 +260,9 @@ class ResponseStream(BlockStream):
         body = self._body("incomplete" if cut else "completed")
         body.incomplete_details = {"reason": "max_output_tokens"} if cut else None
         counts = usage_body(generation.usage, generation.prompt)
-        cached = counts.prompt_tokens_details.model_dump()
         body.usage = {
             "input_tokens": counts.prompt_tokens,
-            "input_tokens_details": cached | {"cache_write_tokens": 0},
+            "input_tokens_details": counts.prompt_tokens_details.model_dump(),
             "output_tokens": counts.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": counts.total_tokens,
