@@ -127,6 +127,8 @@ class MessagesPrompt(AnswerRequest):
                 self,
                 structured_outputs=form,
                 thinking_token_budget=budget,
+                # The engine generates at least one token; the response omits it.
+                **({"max_tokens": 1} if self.only_prompt else {}),
             )
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
@@ -149,6 +151,11 @@ class MessagesPrompt(AnswerRequest):
         if not known or not all(keeps):
             conversation.ignored.append("context_management")
         return known or None
+
+    @property
+    def only_prompt(self) -> bool:
+        """The prompt is to be cached, without an answer."""
+        return False
 
     @property
     def lifetime(self) -> str:
@@ -194,6 +201,10 @@ def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | Non
 class MessagesRequest(MessagesPrompt):
     max_tokens: Whole
 
+    @property
+    def only_prompt(self) -> bool:
+        return self.max_tokens == 0
+
 
 # Counting ignores the fields that only the answer needs, so the same body serves both endpoints.
 MESSAGES_UNIMPLEMENTED = {
@@ -235,7 +246,8 @@ class MessageStream(BlockStream):
         self, body: MessagesRequest, chat: ConversationTask, generations: Sequence[Generation]
     ) -> None:
         (generation,) = generations
-        super().__init__(chat.parser(generation), chat.task.attempt)
+        parser, attempt = chat.parser(generation), chat.task.attempt
+        super().__init__(parser, attempt, only_prompt=body.only_prompt)
         self._request = body
         self._chat = chat
         self._generation = generation
@@ -292,7 +304,8 @@ class MessageStream(BlockStream):
         return body
 
     def _body(self, content: list[dict[str, Any]]) -> MessageBody:
-        usage, written = self._generation.usage, self._generation.usage.written_tokens
+        usage = self.counted(self._generation.usage)
+        written = usage.written_tokens
         return MessageBody(
             id=f"msg_{self._chat.task.request_id}",
             model=self._chat.model,
