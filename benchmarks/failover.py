@@ -40,7 +40,7 @@ OPTIONS = "--threads 1 --max-num-seqs 4 --cache-memory 64MiB --no-page"
 PATIENCE = "--shutdown-timeout 1 --silence-timeout"
 _DATED = re.compile(
     r'"(id|item_id|call_id|response_id|created|created_at|completed_at|cached_tokens|input_tokens'
-    r'|cache_read_input_tokens|(?:accepted|rejected)_prediction_tokens|tool_use_id)":("[^"]*"|\d+)'
+    r'|cache_(?:read_input|creation_input|write)_tokens|ephemeral_5m_input_tokens|(?:accepted|rejected)_prediction_tokens|tool_use_id)":("[^"]*"|\d+)'
 )
 
 

@@ -245,6 +245,13 @@ class PrefixCache:
         inner = [cut for cut, node in tails if node is not None and node.snapshot is not None]
         return tuple(sorted([*ends.tolist(), *inner]))
 
+    def deepest_boundary(self, keys: PromptKeys, limit: int) -> int:
+        """Return the deepest boundary <= `limit` from which a longer prompt with these tokens could
+        start now."""
+        if not self.config.enabled:
+            return 0
+        return self._find(keys, limit, complete_experts=False)[1].usable
+
     def node_at(self, keys: PromptKeys, cut: int) -> Node | None:
         """Return the node ending at a cut point; None if it is not in the trie."""
         trie = self.ledger.trie

@@ -29,7 +29,7 @@ SCHEMA: dict[str, Any] = {
 }
 WORDS = ["what", "where", "why", "red", "blue", "house", "river", "seven", "stop", "end", "a"]
 _DRAFT_COUNTS = re.compile(rb'"(accepted|rejected)_prediction_tokens":\d+')
-_CACHED = re.compile(rb'"(cached_tokens|cache_read_input_tokens|input_tokens)":\d+')
+_CACHED = re.compile(rb'"(cached_tokens|cache_\w+_tokens|(ephemeral_5m_)?input_tokens)":\d+')
 _RESUMED = re.compile(rb',"resumed":1')
 
 

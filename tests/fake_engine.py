@@ -363,7 +363,7 @@ class FakeEngine:
                     token_ids=(token,),
                     logprobs=self._logprobs(token, request.params.logprobs),
                     finish_reason=reason if last else None,
-                    usage=Usage(prompt_tokens, index * len(tokens) + number, 3, 4, 1),
+                    usage=Usage(prompt_tokens, index * len(tokens) + number, 3, 4, 1, 2),
                     cache_report=report,
                 )
 

@@ -193,7 +193,8 @@ def usage_in(answer: bytes) -> tuple[int, int, int] | None:
         return found["prompt_tokens"], cached, found.get("completion_tokens") or 0
     if "cache_read_input_tokens" in found:
         cached = found["cache_read_input_tokens"]
-        return found["input_tokens"] + cached, cached, found.get("output_tokens") or 0
+        prompt = found["input_tokens"] + cached + found.get("cache_creation_input_tokens", 0)
+        return prompt, cached, found.get("output_tokens") or 0
     if "input_tokens" in found:
         cached = (found.get("input_tokens_details") or {}).get("cached_tokens") or 0
         return found["input_tokens"], cached, found.get("output_tokens") or 0

@@ -138,6 +138,7 @@ def undated(value: Any) -> Any:
     if isinstance(value, dict):
         hidden = {"id", "created", "created_at", "completed_at", "cache_report"}
         hidden |= {"cached_tokens", "cache_read_input_tokens", "input_tokens"}
+        hidden |= {"cache_write_tokens", "cache_creation_input_tokens", "cache_creation"}
         return {name: undated(each) for name, each in value.items() if name not in hidden}
     if isinstance(value, list):
         return [undated(each) for each in value]

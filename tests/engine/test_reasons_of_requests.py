@@ -57,6 +57,16 @@ def test_the_same_request_once_more_is_full(pipe: Pipeline) -> None:
     assert reason(ask(pipe, picture("star"), "Where is the star?")) == "full"
 
 
+def test_written_tokens_are_those_that_the_next_request_hits(pipe: Pipeline) -> None:
+    tokens = list(range(30, 150))
+    first, short = pipe.generate(tokens, SHORT), pipe.generate(tokens[:3], SHORT)
+    assert first.usage.written_tokens == 112 and short.usage.written_tokens == 0
+    longer = [*tokens, *range(60)]
+    again = pipe.generate(longer, SHORT).usage
+    assert again.cached_tokens == 112 and again.written_tokens == 176 - 112
+    assert pipe.generate(longer, SHORT).usage.written_tokens == 0
+
+
 def test_another_question_about_a_picture_reuses_the_picture(pipe: Pipeline) -> None:
     first = ask(pipe, picture("shapes"), "What color is the star?")
     output = ask(pipe, picture("shapes"), "Is there a yellow square?")
@@ -106,7 +116,9 @@ def test_an_answered_prompt_whose_log_probabilities_are_wanted(pipe: Pipeline) -
 
 def test_a_server_without_the_cache() -> None:
     with Pipeline("demo", EngineConfig(enable_prefix_caching=False)) as pipe:
-        assert [reason(ask(pipe, "Who drew this?")) for _ in range(2)] == ["disabled"] * 2
+        outputs = [ask(pipe, "Who drew this?") for _ in range(2)]
+    assert [reason(output) for output in outputs] == ["disabled"] * 2
+    assert not any(output.usage.written_tokens for output in outputs)
 
 
 def test_a_cache_that_is_too_small_for_both() -> None:

@@ -153,7 +153,8 @@ def test_kept_thoughts_are_reused_as_claude_code_asks(server: RunningServer) -> 
         cached = use["cache_read_input_tokens"]
         if server.engine.config.prefix_cache_answer_ends == "auto":
             assert cached >= 0.98 * before
-        before = use["input_tokens"] + cached + use["output_tokens"]
+        written = use["cache_creation_input_tokens"]
+        before = use["input_tokens"] + cached + written + use["output_tokens"]
         assert content[0]["type"] == "thinking" and content[0]["signature"]
         messages.append({"role": "assistant", "content": content})
 

@@ -113,6 +113,9 @@ def usage_of(body: Any) -> TokenUsage:
     if not isinstance(usage, dict):
         return TokenUsage()
     prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0)) or 0
+    # Anthropic's API counts these two beside `input_tokens`.
+    prompt += usage.get("cache_read_input_tokens") or 0
+    prompt += usage.get("cache_creation_input_tokens") or 0
     generated = usage.get("completion_tokens", usage.get("output_tokens", 0)) or 0
     prompt_details = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
     cached = prompt_details.get("cached_tokens", usage.get("cache_read_input_tokens", 0)) or 0

@@ -53,7 +53,8 @@ class Output:
         prompt_token_ids: the prompt with its media placeholders expanded.
         finish_reason: "stop", "length" or "abort".
         logprobs: per generated token a dict token id -> log-probability; None if not requested.
-        usage: prompt_tokens, completion_tokens (of all choices), cached_tokens.
+        usage: prompt_tokens, completion_tokens (of all choices), cached_tokens,
+            written_tokens.
         cache_report: what was reused, and why no more.
         choices: all `n` choices, the first one included.
         routed_experts: expert ids `[tokens, layers, top_k]` of prompt and answer, from

@@ -140,7 +140,8 @@ def test_deltas_are_the_same(here: Engine, apart: RemoteEngine, options: dict[st
             for engine in (here, apart)
         ]
         assert told[0] == told[1]
-        assert bool(told[0][0].usage.cached_tokens) is bool(again)
+        usage = told[1][0].usage
+        assert (bool(usage.cached_tokens), bool(usage.written_tokens)) == (again, not again)
 
 
 def test_a_picture_is_seen_and_found_again(here: Engine, apart: RemoteEngine) -> None:

@@ -146,10 +146,12 @@ WHOLE = {
                 {"type": "input_text", "text": "hi", **MARK},
             ]}], "tools": [{"type": "function", "name": "look", **MARK}]} | WHOLE,
             [
-                *WHOLE,
+                "prompt_cache_key",
+                "prompt_cache_retention",
                 "tools[0].prompt_cache_breakpoint",
                 "input[0].content[0].prompt_cache_breakpoint",
                 "input[0].content[1].prompt_cache_breakpoint",
+                "prompt_cache_options.mode",
             ],
         ),
         (

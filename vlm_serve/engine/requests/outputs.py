@@ -30,14 +30,16 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `cached_tokens` is the reused part of the prompt. Drafts are
-    counted as accepted or rejected; accepted ones are part of the completion."""
+    """Token counts of one request; `cached_tokens` is the reused part of the prompt, and
+    `written_tokens` the part behind it that the cache has now. Drafts are counted as accepted or
+    rejected; accepted ones are part of the completion."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    written_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

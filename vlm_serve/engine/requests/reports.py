@@ -92,10 +92,13 @@ def boundary_key(keys: PromptKeys, boundary: int) -> str | None:
 
 
 def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport | None:
-    """Return the report of a request whose whole prompt has been computed."""
+    """Return the report of a request whose whole prompt has been computed, and count what it has
+    written."""
     group, prompt = sequence.group, sequence.prompt
     if group.report is None:
         return None
+    written = cache.deepest_boundary(sequence.keys, len(prompt)) - group.cached_tokens
+    group.written_tokens = max(0, written)
     encoded = {span.item for span in prompt.spans if span.start in group.encoded_spans}
     return replace(
         group.report,

@@ -39,6 +39,7 @@ class SequenceGroup:
     Attributes:
         sequences: its choices.
         report, cached_tokens: results of its first admission.
+        written_tokens: prompt tokens behind those that the cache has since the prefill.
         encoded_spans: starts of the media spans that the vision tower encoded for it.
         recalled_spans: tiers of the media spans whose embeddings were fetched, by the spans'
             starts.
@@ -49,6 +50,7 @@ class SequenceGroup:
         self.request = request
         self.report: CacheReport | None = None
         self.cached_tokens = 0
+        self.written_tokens = 0
         self.encoded_spans: set[int] = set()
         self.recalled_spans: dict[int, str] = {}
         self.drafted_tokens = 0
@@ -69,6 +71,7 @@ class SequenceGroup:
             self.cached_tokens,
             self.accepted_tokens,
             self.drafted_tokens - self.accepted_tokens,
+            self.written_tokens,
         )
 
     def part(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -127,6 +127,8 @@ class MessagesPrompt(AnswerRequest):
                 self,
                 structured_outputs=form,
                 thinking_token_budget=budget,
+                # The engine generates at least one token; the response omits it.
+                **({"max_tokens": 1} if self.only_prompt else {}),
             )
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
@@ -150,6 +152,20 @@ class MessagesPrompt(AnswerRequest):
             conversation.ignored.append("context_management")
         return known or None
 
+    @property
+    def only_prompt(self) -> bool:
+        """The prompt is to be cached, without an answer."""
+        return False
+
+    @property
+    def lifetime(self) -> str:
+        """What the last cache mark asks for: "1h" or "5m". Here it only has a count."""
+        tools = [tool.model_extra or {} for tool in self.tools or ()]
+        said = [(each.model_extra or {}) | {"content": each.content} for each in self.messages]
+        blocks = [*tools, {"content": self.system}, *said, self.model_extra or {}]
+        marks = list(_marks(blocks))
+        return "1h" if marks and marks[-1].get("ttl") == "1h" else "5m"
+
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
         kind = choice.get("type")
@@ -163,6 +179,16 @@ class MessagesPrompt(AnswerRequest):
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
 
 
+def _marks(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the cache marks of blocks, in their order."""
+    for block in blocks:
+        inner, mark = block.get("content"), block.get("cache_control")
+        if isinstance(inner, list):
+            yield from _marks([each for each in inner if isinstance(each, dict)])
+        if isinstance(mark, dict):
+            yield mark
+
+
 def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | None:
     if form is None:
         return None
@@ -174,6 +200,10 @@ def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | Non
 @with_sampling("messages")
 class MessagesRequest(MessagesPrompt):
     max_tokens: Whole
+
+    @property
+    def only_prompt(self) -> bool:
+        return self.max_tokens == 0
 
 
 # Counting ignores the fields that only the answer needs, so the same body serves both endpoints.
@@ -194,7 +224,7 @@ class MessageBody(BaseModel):
     content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: dict[str, int]
+    usage: dict[str, Any]
     cache_report: Optional[CacheReportBody] = None
 
 
@@ -216,10 +246,12 @@ class MessageStream(BlockStream):
         self, body: MessagesRequest, chat: ConversationTask, generations: Sequence[Generation]
     ) -> None:
         (generation,) = generations
-        super().__init__(chat.parser(generation), chat.task.attempt)
+        parser, attempt = chat.parser(generation), chat.task.attempt
+        super().__init__(parser, attempt, only_prompt=body.only_prompt)
         self._request = body
         self._chat = chat
         self._generation = generation
+        self._lifetime = body.lifetime
 
     def start(self) -> list[Event]:
         body = self._body([])
@@ -272,7 +304,8 @@ class MessageStream(BlockStream):
         return body
 
     def _body(self, content: list[dict[str, Any]]) -> MessageBody:
-        usage = self._generation.usage
+        usage = self.counted(self._generation.usage)
+        written = usage.written_tokens
         return MessageBody(
             id=f"msg_{self._chat.task.request_id}",
             model=self._chat.model,
@@ -280,10 +313,14 @@ class MessageStream(BlockStream):
             stop_reason=None,
             stop_sequence=None,
             usage={
-                # In this API `input_tokens` excludes tokens read from the cache.
-                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                # In this API `input_tokens` excludes tokens read from the cache or written to it.
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
                 "cache_read_input_tokens": usage.cached_tokens,
-                "cache_creation_input_tokens": 0,
+                "cache_creation_input_tokens": written,
+                "cache_creation": {
+                    f"ephemeral_{each}_input_tokens": written if each == self._lifetime else 0
+                    for each in ("5m", "1h")
+                },
                 "output_tokens": usage.completion_tokens,
             },
         )

@@ -141,14 +141,17 @@ class AttemptPart:
         """
         self._taken += len(delta.token_ids)
         latest = delta.usage
-        first = self._first or Usage(cached_tokens=latest.cached_tokens)
+        first = self._first or Usage(
+            cached_tokens=latest.cached_tokens, written_tokens=latest.written_tokens
+        )
         counts = (latest.prompt_tokens, self._taken, first.cached_tokens)
         self.counted = Usage(
             *counts,
             first.accepted_prediction_tokens + latest.accepted_prediction_tokens,
             first.rejected_prediction_tokens + latest.rejected_prediction_tokens,
+            first.written_tokens,
         )
-        return self.counted if ended else Usage(*counts)
+        return self.counted if ended else Usage(*counts, written_tokens=first.written_tokens)
 
     def cache_report(self, delta: Delta, *, ended: bool) -> CacheReport | None:
         """Return the cache report of the first attempt with one.

@@ -38,6 +38,7 @@ def test_a_whole_answer(fake: RunningServer) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {
         "cached_tokens": 3,
+        "cache_write_tokens": 2,
         "image_tokens": 0,
         "video_tokens": 0,
     }

@@ -87,6 +87,30 @@ def test_the_order_of_events(client: anthropic.Anthropic) -> None:
     assert last.type == "message_delta"
     assert last.delta.stop_reason == "end_turn"
     assert last.usage.cache_read_input_tokens == 3
+    assert last.usage.cache_creation_input_tokens == 2
+    assert events[0].type == "message_start"
+    assert events[0].message.usage.cache_creation_input_tokens == 2
+
+
+@pytest.mark.parametrize("lives", [["5m", "1h"], ["1h", "5m"], ["1h", None], []])
+def test_written_tokens_count_by_the_last_marks_lifetime(
+    client: anthropic.Anthropic, lives: list[str | None]
+) -> None:
+    marks: list[Any] = [
+        {"cache_control": {"type": "ephemeral"} | ({"ttl": live} if live else {})} for live in lives
+    ]
+    system, said = [{"type": "text", "text": "S"} | (marks[0] if marks else {})], HI
+    if marks:
+        part = {"type": "text", "text": "hi"} | marks[1]
+        said = [{"role": "user", "content": [part]}]
+    usage = ask(client, system=system, messages=said).usage
+    created = usage.cache_creation
+    assert created is not None and usage.cache_creation_input_tokens == 2
+    hour = 2 if lives[-1:] == ["1h"] else 0
+    assert (created.ephemeral_1h_input_tokens, created.ephemeral_5m_input_tokens) == (
+        hour,
+        2 - hour,
+    )
 
 
 def test_the_client_puts_a_stream_with_a_call_together(
@@ -298,7 +322,8 @@ def test_the_tokens_of_a_prompt_are_counted(
     counted = client.messages.count_tokens(**asked)
     assert fake.engine.num_submitted == before
     usage = ask(client, **asked).usage
-    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    parts = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    assert counted.input_tokens == usage.input_tokens + sum(each or 0 for each in parts)
     with pytest.raises(anthropic.NotFoundError):
         client.messages.count_tokens(**asked | {"model": "other"})
 

@@ -84,7 +84,25 @@ def test_it_counts_what_a_message_prefills(server: RunningServer, fields: dict[s
         counted = client.messages.count_tokens(model="test-model", **fields)
         usage = client.messages.create(model="test-model", max_tokens=1, **fields).usage
     assert usage.cache_read_input_tokens is not None
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert usage.cache_creation_input_tokens is not None
+    assert counted.input_tokens == (
+        usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    )
+
+
+def test_no_tokens_are_asked_for_and_the_prompt_is_cached(server: RunningServer) -> None:
+    messages: Any = [{"role": "user", "content": "warm this " * 40}]
+    asked: dict[str, Any] = {"model": "test-model", "max_tokens": 0, "messages": messages}
+    with client_of(server) as client:
+        made = client.messages.create(**asked)
+        events = list(client.messages.create(**asked, stream=True))
+    assert (made.content, made.stop_reason, made.usage.output_tokens) == ([], "max_tokens", 0)
+    written = made.usage.cache_creation_input_tokens
+    assert made.usage.cache_read_input_tokens == 0 and written
+    assert [each.type for each in events] == ["message_start", "message_delta", "message_stop"]
+    last = events[1]
+    assert last.type == "message_delta" and last.usage.output_tokens == 0
+    assert last.delta.stop_reason == "max_tokens" and last.usage.cache_read_input_tokens == written
 
 
 def test_a_prompt_over_the_context_is_counted_all_the_same(server: RunningServer) -> None:

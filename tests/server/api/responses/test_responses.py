@@ -62,7 +62,23 @@ def test_a_whole_response(fake: RunningServer, client: openai.OpenAI) -> None:
     usage = response.usage
     assert usage is not None
     assert usage.input_tokens_details.cached_tokens == 3
+    assert usage.input_tokens_details.cache_write_tokens == 2
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+def test_a_prewarmed_prompt_has_no_output(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "test-model", "input": "hi", "max_output_tokens": 8}
+    asked["prompt_cache_options"] = {"prewarm": True}
+    made = client.responses.create(**asked)
+    with client.responses.create(**asked, stream=True) as stream:
+        events = list(stream)
+    assert (made.output, made.status, made.max_output_tokens) == ([], "completed", 8)
+    assert made.usage is not None and made.usage.output_tokens == 0
+    assert made.usage.total_tokens == made.usage.input_tokens > 0
+    kinds = ["response.created", "response.in_progress", "response.completed"]
+    assert [event.type for event in events] == kinds
+    plain = client.responses.create(**asked | {"prompt_cache_options": {"prewarm": False}})
+    assert plain.output_text
 
 
 def test_the_order_of_events(client: openai.OpenAI) -> None:

@@ -58,6 +58,10 @@ class ResponsesTool(RequestModel):
     strict: bool | None = None
 
 
+class PromptCacheOptions(RequestModel):
+    prewarm: bool | None = None
+
+
 @with_sampling("responses")
 class ResponsesRequest(AnswerRequest):
     input: str | Items[Table[Any]]
@@ -75,6 +79,12 @@ class ResponsesRequest(AnswerRequest):
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: Whole | None = None
     chat_template_kwargs: Table[Any] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+
+    @property
+    def only_prompt(self) -> bool:
+        """The prompt is to be cached, without an answer."""
+        return self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
 
     @property
     def custom_tools(self) -> frozenset[str | None]:
@@ -99,6 +109,8 @@ class ResponsesRequest(AnswerRequest):
                 conversation.ignored.append(f"include[{at}]")
             elif name not in (_LOGPROBS, _THOUGHT):
                 raise unsupported("include", name)
+        unread = self.prompt_cache_options and self.prompt_cache_options.model_extra
+        conversation.ignored += [f"prompt_cache_options.{name}" for name in unread or ()]
         conversation = set_variables(
             conversation,
             traits,
@@ -109,7 +121,12 @@ class ResponsesRequest(AnswerRequest):
         )
         with renamed_params(_NAMES):
             params = sampling_of(
-                "responses", self, logprobs=self.logprobs, structured_outputs=self._form()
+                "responses",
+                self,
+                logprobs=self.logprobs,
+                structured_outputs=self._form(),
+                # The engine generates at least one token; the response omits it.
+                **({"max_tokens": 1} if self.only_prompt else {}),
             )
         return ParsedRequest(
             conversation,

@@ -170,7 +170,8 @@ class ResponseStream(BlockStream):
         generations: Sequence[Generation],
     ) -> None:
         (generation,) = generations
-        super().__init__(chat.parser(generation), chat.task.attempt)
+        parser, attempt = chat.parser(generation), chat.task.attempt
+        super().__init__(parser, attempt, only_prompt=body.only_prompt)
         self._custom_tools = body.custom_tools
         self._chat = chat
         self._tokenizer = tokenizer
@@ -256,14 +257,13 @@ class ResponseStream(BlockStream):
 
     def result(self) -> ResponseBody:
         generation = self._generation
-        cut = self.finish_reason == "length"
+        cut = self.finish_reason == "length" and not self._only_prompt
         body = self._body("incomplete" if cut else "completed")
         body.incomplete_details = {"reason": "max_output_tokens"} if cut else None
-        counts = usage_body(generation.usage, generation.prompt)
-        cached = counts.prompt_tokens_details.model_dump()
+        counts = usage_body(self.counted(generation.usage), generation.prompt)
         body.usage = {
             "input_tokens": counts.prompt_tokens,
-            "input_tokens_details": cached | {"cache_write_tokens": 0},
+            "input_tokens_details": counts.prompt_tokens_details.model_dump(),
             "output_tokens": counts.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": counts.total_tokens,
@@ -283,7 +283,9 @@ class ResponseStream(BlockStream):
             created_at=self._chat.created,
             status=status,
             instructions=request.instructions,
-            max_output_tokens=params.max_tokens,
+            max_output_tokens=(
+                request.max_output_tokens if self._only_prompt else params.max_tokens
+            ),
             metadata=request.metadata or {},
             model=self._chat.model,
             output=list(self._items),

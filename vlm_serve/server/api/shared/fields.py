@@ -145,6 +145,7 @@ Optional = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
     image_tokens: int = 0
     video_tokens: int = 0
 
@@ -259,6 +260,7 @@ def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=usage.cached_tokens,
+            cache_write_tokens=usage.written_tokens,
             image_tokens=sum(span.end - span.start for span in spans if span.modality == "image"),
             video_tokens=sum(span.end - span.start for span in spans if span.modality == "video"),
         ),

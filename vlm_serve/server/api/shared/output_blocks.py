@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta, Usage
 from vlm_serve.server.answers.json_calls import decodable
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
@@ -47,14 +47,20 @@ class OutputBlock:
 class BlockStream(AnswerStream):
     """Turns the deltas of one choice into the events of a stream.
 
+    Args:
+        only_prompt: the prompt is to be cached. The engine's one token is left out of the answer.
+
     Attributes:
         blocks: all blocks so far; the last one may still be open.
         finish_reason, stop_reason: of the choice, once it has ended.
         reasoning_tokens: tokens up to the end of the reasoning.
     """
 
-    def __init__(self, parser: OutputParser, attempt: Attempt | None = None) -> None:
+    def __init__(
+        self, parser: OutputParser, attempt: Attempt | None = None, *, only_prompt: bool = False
+    ) -> None:
         self._attempt = attempt
+        self._only_prompt = only_prompt
         self.blocks: list[OutputBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -67,6 +73,9 @@ class BlockStream(AnswerStream):
         self._new = OutputBlock("text", -1, "")  # what has not been told of the open one
 
     def push(self, prompt: int, deltas: Sequence[Delta]) -> list[Event]:
+        if self._only_prompt:
+            self.finish_reason = "length"
+            return []
         events = [event for delta in deltas for event in self._push(delta)]
         return events + self._tell()
 
@@ -86,6 +95,10 @@ class BlockStream(AnswerStream):
                 events += self._switch("text")
             events += self._close()
         return events
+
+    def counted(self, usage: Usage) -> Usage:
+        """Return what is told of the engine's counts."""
+        return replace(usage, completion_tokens=0) if self._only_prompt else usage
 
     @property
     def called(self) -> bool:
