@@ -196,6 +196,13 @@ def test_a_bad_flag_is_a_usage_error(
         (["nothing"], "there is no command 'nothing': serve, deploy, plan, "),
         (["serve", "--help", "cach"], "there is no group 'cach'; did you mean cache?"),
         (["serve", "--gpu-memory-utilization", "0.9"], "here it is --cache-memory SIZE"),
+        (["serve", "--mem-fraction-static=0.8"], "here it is --cache-memory SIZE"),
+        (["serve", "--quant-policy", "8"], "here it is --kv-cache-dtype"),
+        (["serve", "--enable-lora"], "here it is --lora-modules NAME=PATH, alone"),
+        (
+            ["serve", "--linear-prefix-cache-interval-blocks", "8"],
+            "here it is --prefix-cache-state-interval",
+        ),
     ],
 )
 def test_what_is_not_there_is_named_in_one_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from sampling_table import sampling_table
 
 from vlm_serve.commands.plan import make as make_plan
@@ -55,12 +56,13 @@ def test_the_readme_is_short_enough_to_be_read_once() -> None:
     assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 200
 
 
-def test_options_beside_those_of_vllm_exist() -> None:
-    text = (ROOT / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("server", "least"), [("vllm", 21), ("sglang", 10), ("lmdeploy", 10)])
+def test_options_beside_those_of_other_servers_exist(server: str, least: int) -> None:
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     flags = {flag for config in CONFIGS for option in options_of(config) for flag in option.flags}
     flags |= {f"--no-{flag[2:]}" for flag in flags}
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section(text, "vllm flags"), re.MULTILINE)
-    assert len(rows) > 20
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section(text, f"{server} flags"), re.MULTILINE)
+    assert len(rows) >= least
     for theirs, ours in rows:
         cells = theirs if ours == "the same" else ours
         for flag in re.findall(r"`(?:vlm-serve deploy )?(--[\w-]+)", cells):

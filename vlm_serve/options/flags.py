@@ -129,16 +129,37 @@ _FOREIGN = {
     "--runner": "--task",
     "--ctx-size": "--max-model-len",
     "--n-gpu-layers": "--device",
+    "--enable-lora": "--lora-modules NAME=PATH, alone",
     "--mem-fraction-static": "--cache-memory SIZE",
+    "--model-path": "--model",
+    "--context-length": "--max-model-len",
+    "--max-running-requests": "--max-num-seqs",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--page-size": "--block-size",
+    "--tp-size": "--tensor-parallel-size",
+    "--dp-size": "`vlm-serve deploy --replicas N`",
+    "--lora-paths": "--lora-modules NAME=PATH",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--disable-cuda-graph": "--no-cuda-graphs",
+    "--quant-policy": "--kv-cache-dtype",
+    "--cache-max-entry-count": "--cache-memory SIZE",
+    "--linear-prefix-cache-interval-blocks": "--prefix-cache-state-interval",
+    "--session-len": "--max-model-len",
+    "--max-batch-size": "--max-num-seqs",
+    "--cache-block-seq-len": "--block-size",
+    "--adapters": "--lora-modules NAME=PATH",
+    "--model-name": "--served-model-name",
+    "--server-name": "--host",
+    "--server-port": "--port",
 }
-"""Flags of other servers that have another name here."""
+"""Flags of vLLM, llama.cpp, SGLang and LMDeploy that have another name here."""
 
 
 def _instead(name: str, flags: set[str]) -> str:
     """Return the flag to write in place of an unknown one, as the end of a sentence."""
     foreign = _FOREIGN.get(name.partition("=")[0])
     if foreign is not None:
-        return f"; here it is {foreign} (docs/coming-from-vllm.md)"
+        return f"; here it is {foreign} (docs/coming-from.md)"
     return did_you_mean(name, flags)
 
 
