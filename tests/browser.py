@@ -27,6 +27,9 @@ SMALL_SERVER = (
 )
 
 
+NEEDED = "tests of the page need the program chromium (Debian: apt-get install chromium)"
+
+
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Debian's Chromium, or whichever stands under that name in the path.
@@ -35,9 +38,7 @@ def chromium() -> Iterator[Browser]:
     """
     path = shutil.which("chromium")
     if path is None:
-        raise FileNotFoundError(
-            "tests of the page need the program chromium (Debian: apt-get install chromium)"
-        )
+        raise FileNotFoundError(NEEDED)
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

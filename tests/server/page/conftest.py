@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
-from browser import SMALL_SERVER, Visit, chromium
+from browser import NEEDED, SMALL_SERVER, Visit, chromium
 from playwright.sync_api import Browser
 from server_process import server_process
 
@@ -23,6 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    if shutil.which("chromium") is None:
+        pytest.skip(NEEDED)
     with chromium() as browser:
         yield browser
 
