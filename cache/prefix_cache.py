@@ -31,7 +31,7 @@ from vlm_serve.cache.tiers.lookup import TierQuery
 from vlm_serve.cache.timed_pins import TimedPins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vlm_serve.cache.node_table import Slots
     from vlm_serve.cache.tiers.entry import Origin
@@ -245,11 +245,15 @@ class PrefixCache:
         inner = [cut for cut, node in tails if node is not None and node.snapshot is not None]
         return tuple(sorted([*ends.tolist(), *inner]))
 
-    def deepest_boundary(self, keys: PromptKeys, limit: int) -> int:
-        """Return the deepest boundary <= `limit` from which a longer prompt with these tokens could
-        start now."""
-        if not self.config.enabled:
-            return 0
+    def deepest_boundary(self, keys: PromptKeys, limit: int, snapshots: Sequence[int]) -> int:
+        """Return the deepest boundary from which a longer prompt with these tokens could start now.
+
+        Args:
+            keys, limit: of the prompt, as for `snapshot_positions`.
+            snapshots: what that has returned; they are the boundaries of a model with state.
+        """
+        if self.config.has_state or not self.config.enabled:
+            return max(snapshots, default=0)
         return self._find(keys, limit, complete_experts=False)[1].usable
 
     def node_at(self, keys: PromptKeys, cut: int) -> Node | None:

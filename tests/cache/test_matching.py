@@ -187,3 +187,17 @@ def test_exactness_follows_every_block_that_is_read() -> None:
     # What is computed on top of a decode-made prefix is not exact either.
     longer = Text(numbers(6), [20, 21, 22, 23], [60, 61, 62, 63, 64])
     assert world.match(longer).exact is False
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_the_deepest_boundary_is_what_a_longer_prompt_matches(has_state: bool) -> None:
+    world = make_world(has_state=has_state)
+    tokens = [10, END_OF_TURN, 11, 12, 13, 14]
+    text = Text(tokens)
+    for known in (False, True):
+        if known:
+            world.serve(text)
+        snapshots = world.cache.snapshot_positions(text.keys, len(text))
+        deepest = world.cache.deepest_boundary(text.keys, len(text), snapshots)
+        assert bool(deepest) is known
+        assert deepest == world.match(Text([*tokens, 15, 16])).boundary

@@ -97,8 +97,9 @@ def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport
     group, prompt = sequence.group, sequence.prompt
     if group.report is None:
         return None
-    written = cache.deepest_boundary(sequence.keys, len(prompt)) - group.cached_tokens
-    group.written_tokens = max(0, written)
+    snapshots = cache.snapshot_positions(sequence.keys, len(prompt))
+    deepest = cache.deepest_boundary(sequence.keys, len(prompt), snapshots)
+    group.written_tokens = max(0, deepest - group.cached_tokens)
     encoded = {span.item for span in prompt.spans if span.start in group.encoded_spans}
     return replace(
         group.report,
@@ -110,5 +111,5 @@ def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport
         media=prompt_media(
             prompt, group.report.boundary, group.encoded_spans, group.recalled_spans
         ),
-        snapshots=cache.snapshot_positions(sequence.keys, len(prompt)),
+        snapshots=snapshots,
     )
