@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sampling_table import sampling_table
 
+from vlm_serve.cli import main
 from vlm_serve.commands.plan import make as make_plan
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.options.config import EngineConfig
@@ -67,6 +68,19 @@ def test_options_beside_those_of_other_servers_exist(server: str, least: int) ->
         cells = theirs if ours == "the same" else ours
         for flag in re.findall(r"`(?:vlm-serve deploy )?(--[\w-]+)", cells):
             assert flag in flags, f"{theirs}: {flag}"
+
+
+@pytest.mark.parametrize("server", ["sglang", "lmdeploy"])
+def test_the_command_line_advises_what_the_document_does(
+    server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(--[\w-]+)` \| .*?(--[\w-]+)", section(text, f"{server} flags"), re.M)
+    assert len(rows) >= 9
+    for theirs, ours in rows:
+        with pytest.raises(SystemExit):
+            main(["serve", theirs, "1"])
+        assert ours in capsys.readouterr().err, theirs
 
 
 def test_options_that_documents_advise_exist() -> None:

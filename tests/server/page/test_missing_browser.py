@@ -1,4 +1,4 @@
-"""Where there is no Chromium, the page's tests are skipped by name."""
+"""The page's tests are skipped by name where there is no Chromium."""
 
 from __future__ import annotations
 
