@@ -59,8 +59,8 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
     @property
-    def only_echo(self) -> bool:
-        """Only the prompt is wanted, for its logprobs."""
+    def only_prompt(self) -> bool:
+        """True if the prompt alone is wanted, for its log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self) -> SamplingParams:
@@ -75,8 +75,7 @@ class CompletionRequest(GenerationRequest):
         return sampling_of(
             "completions",
             self,
-            # The engine generates at least one token; the response omits it.
-            max_tokens=1 if self.only_echo else limit,
+            max_tokens=limit,
             prompt_logprobs=self.logprobs if echoed else self.prompt_logprobs,
             structured_outputs=structured_outputs_of(
                 self.response_format, self.structured_outputs, self.regex
@@ -128,7 +127,7 @@ class CompletionChoiceState:
         self, tokenizer: Tokenizer, body: CompletionRequest, index: int, prompt: Prompt
     ) -> None:
         self._tokenizer = tokenizer
-        self._body, self._only_echo = body, body.only_echo
+        self._body = body
         self.index = index
         self._prompt = prompt
         self._text: list[str] = []
@@ -146,7 +145,7 @@ class CompletionChoiceState:
         text, ids, reported = len(self._text), len(self._tokens), len(self._reported)
         for delta in deltas:
             before = len(self._reported)
-            length = self._add(_without_answer(delta) if self._only_echo else delta)
+            length = self._add(_without_answer(delta) if self._body.only_prompt else delta)
             if self._body.logprobs is not None:
                 places += text_offsets(self._tokenizer, self._reported[before:], self._length)
             self._length += length
@@ -255,8 +254,7 @@ class CompletionStream(ChunkStream):
         }
 
     def total(self) -> Usage:
-        total = super().total()
-        return dataclasses.replace(total, completion_tokens=0) if self._body.only_echo else total
+        return self._body.counted(super().total())
 
     def result(self) -> Completion:
         return Completion(

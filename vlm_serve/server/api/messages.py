@@ -127,8 +127,6 @@ class MessagesPrompt(AnswerRequest):
                 self,
                 structured_outputs=form,
                 thinking_token_budget=budget,
-                # The engine generates at least one token; the response omits it.
-                **({"max_tokens": 1} if self.only_prompt else {}),
             )
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
@@ -153,13 +151,9 @@ class MessagesPrompt(AnswerRequest):
         return known or None
 
     @property
-    def only_prompt(self) -> bool:
-        """The prompt is to be cached, without an answer."""
-        return False
-
-    @property
     def lifetime(self) -> str:
-        """What the last cache mark asks for: "1h" or "5m". Here it only has a count."""
+        """Lifetime that the last cache mark asks for, "1h" or "5m". Written tokens are counted by
+        it."""
         tools = [tool.model_extra or {} for tool in self.tools or ()]
         said = [(each.model_extra or {}) | {"content": each.content} for each in self.messages]
         blocks = [*tools, {"content": self.system}, *said, self.model_extra or {}]
@@ -203,6 +197,7 @@ class MessagesRequest(MessagesPrompt):
 
     @property
     def only_prompt(self) -> bool:
+        """True if the prompt is to be cached for later."""
         return self.max_tokens == 0
 
 
@@ -304,7 +299,7 @@ class MessageStream(BlockStream):
         return body
 
     def _body(self, content: list[dict[str, Any]]) -> MessageBody:
-        usage = self.counted(self._generation.usage)
+        usage = self._request.counted(self._generation.usage)
         written = usage.written_tokens
         return MessageBody(
             id=f"msg_{self._chat.task.request_id}",

@@ -83,8 +83,8 @@ class ResponsesRequest(AnswerRequest):
 
     @property
     def only_prompt(self) -> bool:
-        """The prompt is to be cached, without an answer."""
-        return self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
+        """True if the prompt is to be cached for later."""
+        return bool(self.prompt_cache_options and self.prompt_cache_options.prewarm)
 
     @property
     def custom_tools(self) -> frozenset[str | None]:
@@ -109,8 +109,9 @@ class ResponsesRequest(AnswerRequest):
                 conversation.ignored.append(f"include[{at}]")
             elif name not in (_LOGPROBS, _THOUGHT):
                 raise unsupported("include", name)
-        unread = self.prompt_cache_options and self.prompt_cache_options.model_extra
-        conversation.ignored += [f"prompt_cache_options.{name}" for name in unread or ()]
+        options = self.prompt_cache_options or PromptCacheOptions()
+        names = options.model_extra or ()
+        conversation.ignored += [f"prompt_cache_options.{name}" for name in names]
         conversation = set_variables(
             conversation,
             traits,
@@ -121,12 +122,7 @@ class ResponsesRequest(AnswerRequest):
         )
         with renamed_params(_NAMES):
             params = sampling_of(
-                "responses",
-                self,
-                logprobs=self.logprobs,
-                structured_outputs=self._form(),
-                # The engine generates at least one token; the response omits it.
-                **({"max_tokens": 1} if self.only_prompt else {}),
+                "responses", self, logprobs=self.logprobs, structured_outputs=self._form()
             )
         return ParsedRequest(
             conversation,

@@ -257,10 +257,10 @@ class ResponseStream(BlockStream):
 
     def result(self) -> ResponseBody:
         generation = self._generation
-        cut = self.finish_reason == "length" and not self._only_prompt
+        cut = self.finish_reason == "length" and not self._request.only_prompt
         body = self._body("incomplete" if cut else "completed")
         body.incomplete_details = {"reason": "max_output_tokens"} if cut else None
-        counts = usage_body(self.counted(generation.usage), generation.prompt)
+        counts = usage_body(self._request.counted(generation.usage), generation.prompt)
         body.usage = {
             "input_tokens": counts.prompt_tokens,
             "input_tokens_details": counts.prompt_tokens_details.model_dump(),
@@ -284,7 +284,7 @@ class ResponseStream(BlockStream):
             status=status,
             instructions=request.instructions,
             max_output_tokens=(
-                request.max_output_tokens if self._only_prompt else params.max_tokens
+                request.max_output_tokens if request.only_prompt else params.max_tokens
             ),
             metadata=request.metadata or {},
             model=self._chat.model,

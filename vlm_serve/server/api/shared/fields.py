@@ -100,6 +100,16 @@ class AnswerRequest(RequestModel):
     cache_report: bool | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
 
+    @property
+    def only_prompt(self) -> bool:
+        """True if the prompt is to be computed without an answer. The engine generates at least one
+        token all the same, which the response leaves out."""
+        return False
+
+    def counted(self, usage: Usage) -> Usage:
+        """Return what the response says of the engine's counts."""
+        return dataclasses.replace(usage, completion_tokens=0) if self.only_prompt else usage
+
 
 def check_stream(
     stream: bool | None, stream_options: StreamOptions | None, prompt_logprobs: int | None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from vlm_serve.engine.requests.outputs import Delta, Usage
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.server.answers.json_calls import decodable
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
@@ -48,7 +48,7 @@ class BlockStream(AnswerStream):
     """Turns the deltas of one choice into the events of a stream.
 
     Args:
-        only_prompt: the prompt is to be cached. The engine's one token is left out of the answer.
+        only_prompt: see `AnswerRequest`; deltas are left out.
 
     Attributes:
         blocks: all blocks so far; the last one may still be open.
@@ -95,10 +95,6 @@ class BlockStream(AnswerStream):
                 events += self._switch("text")
             events += self._close()
         return events
-
-    def counted(self, usage: Usage) -> Usage:
-        """Return what is told of the engine's counts."""
-        return replace(usage, completion_tokens=0) if self._only_prompt else usage
 
     @property
     def called(self) -> bool:

@@ -17,7 +17,7 @@ from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
 from vlm_serve.sampling_params import SamplingOption, SamplingParams, sampling_options
 from vlm_serve.server.answers.pieces import ToolForm
-from vlm_serve.server.api.shared.fields import Items, Table, Whole
+from vlm_serve.server.api.shared.fields import AnswerRequest, Items, Table, Whole
 from vlm_serve.structured_outputs import StructuredOutputs
 
 M = TypeVar("M", bound=BaseModel)
@@ -75,6 +75,8 @@ def sampling_of(
     Raises:
         InvalidRequestError: an option is out of range; the error names `SamplingParams`' field.
     """
+    if isinstance(body, AnswerRequest) and body.only_prompt:
+        others["max_tokens"] = 1
     given = {
         option.name: _read(option, value)
         for option in sampling_options(params)
