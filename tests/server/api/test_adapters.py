@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engine_forms import FORMS
@@ -27,8 +27,14 @@ from vlm_serve.server.config import ServerConfig
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> Callable[[str, EngineConfig], Engine]:
+    return cast("Callable[[str, EngineConfig], Engine]", request.param)
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(form: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the folders of a form of engine, since tests leave adapters there."""
     root = tmp_path_factory.mktemp("adapters")
     path = make_checkpoint(root / "model", SPECS["text, tied"])
     for seed in range(3):
@@ -37,8 +43,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def server(request: pytest.FixtureRequest, place: Path) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module")
+def server(form: Callable[[str, EngineConfig], Engine], place: Path) -> Iterator[RunningServer]:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -46,7 +52,7 @@ def server(request: pytest.FixtureRequest, place: Path) -> Iterator[RunningServe
         cache_memory="16MiB",
         lora_modules=(f"tuned={place / 'allowed' / '0'}",),
     )
-    engine = request.param(str(place / "model"), config)
+    engine = form(str(place / "model"), config)
     allowed = ServerConfig(
         port=0, allow_runtime_lora=True, allowed_lora_path=str(place / "allowed")
     )
