@@ -11,8 +11,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRoute
 
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.replica import EngineReplica, ReplicaSetup
-from vlm_serve.engine.start.machine_sizes import CHOICES
-from vlm_serve.options.config import EngineConfig, Fallback
+from vlm_serve.options.config import SEQUENCE_CHOICES, EngineConfig, Fallback
 
 CHANNELS = 64
 """Calls that a replica takes in addition to requests: one for each gateway's channel."""
@@ -27,7 +26,7 @@ def max_open_requests(setup: ReplicaSetup) -> int:
     with the most that may."""
     engine = setup.engine
     decided = isinstance(engine.max_num_seqs, Fallback) and engine.device.startswith("cuda")
-    running = CHOICES[-1] if decided else engine.max_num_seqs
+    running = SEQUENCE_CHOICES[-1] if decided else engine.max_num_seqs
     return running + setup.server.max_queued_requests
 
 

@@ -28,6 +28,10 @@ _adapters = section("adapters")
 _EXPERTS = ("none", "gate_up_proj", "down_proj", "all")
 
 
+SEQUENCE_CHOICES = (8, 16, 32, 64, 128, 256)
+"""Values of `max_num_seqs` among which an engine on a GPU chooses."""
+
+
 class Fallback(int):
     """A default number, in place of which an engine on a GPU chooses one by its memory."""
 

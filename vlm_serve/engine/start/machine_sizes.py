@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from vlm_serve.engine.numerics.arithmetic import Types
 from vlm_serve.engine.steps.memory import GPU_SHARE, live_bytes
 from vlm_serve.models.cache_layout import CacheLayout
-from vlm_serve.options.config import EngineConfig, Fallback
+from vlm_serve.options.config import SEQUENCE_CHOICES, EngineConfig, Fallback
 from vlm_serve.options.declared import format_size
 
-CHOICES = (8, 16, 32, 64, 128, 256)
 STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192
 ROOM_FOR_LARGE_STEPS = 16 << 30
 """Bytes beside the weights from which steps are large: their activations take up to two GiB."""
@@ -123,7 +122,7 @@ def with_machine(
         vocabulary: tokens of the model.
         memory: bytes that the GPU has beside the weights.
     """
-    found = [size_of(each, config, layout, types, vocabulary, memory) for each in CHOICES]
+    found = [size_of(each, config, layout, types, vocabulary, memory) for each in SEQUENCE_CHOICES]
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     if isinstance(tokens, Fallback):
         tokens = LARGE_STEP_TOKENS if memory >= ROOM_FOR_LARGE_STEPS else STEP_TOKENS
@@ -131,7 +130,7 @@ def with_machine(
         most = tokens - config.block_size if config.block_size else tokens
         fitting = [each.sequences for each in found if each.fits and each.sequences <= most]
         sequences = max([int(sequences), *fitting])
-    elif sequences not in CHOICES:
+    elif sequences not in SEQUENCE_CHOICES:
         found.append(size_of(sequences, config, layout, types, vocabulary, memory))
         found.sort(key=lambda each: each.sequences)
     place = [each.sequences for each in found].index(sequences)
