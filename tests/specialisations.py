@@ -38,6 +38,7 @@ from vlm_serve.engine.steps.step_tables import Step
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
+from vlm_serve.kernels.paged_attention import FIXED_PART
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model, cache_layout, load_model, read_spec
@@ -53,7 +54,7 @@ CONFIG = EngineConfig(
     block_size=16,
     max_num_seqs=16,
     max_num_batched_tokens=512,
-    max_model_len=2048,
+    max_model_len=4096,
     speculative="suffix",
 )
 DRAFTED = 4
@@ -200,10 +201,11 @@ def serve(model: Model, types: Types, config: EngineConfig, steps: int) -> None:
         experts = config.lora_experts != "none"
         known = [adapter(model, rng, rank, experts=experts) for rank in (3, 16, 40)]
     while steps > 0:
-        driver, running = driver_of(model, types, config), list[Sequence_]()
+        driver = driver_of(model, types, config)
         if known:
             driver.forward = partial(changed, model, rng, known)
-        while steps > 0 and len(driver._free_blocks) > 150 and len(driver._free_rows) > 6:
+        running = [long_sequence(driver, config.max_num_batched_tokens)]
+        while steps > 0 and len(driver._free_blocks) > 60 and len(driver._free_rows) > 6:
             steps -= 1
             one_step(driver, rng, running)
             if model.spec.vision is not None:
@@ -243,6 +245,14 @@ def encode(model: Model, rng: random.Random, known: Sequence[AdapterChanges]) ->
     changes = rng.choice([None, *known])
     pixels = torch.zeros(grid[1] * grid[2], vision.patch_dim)
     model.encode_media(pixels, [grid], [merge], changes=changes)
+
+
+def long_sequence(driver: Driver, step_tokens: int) -> Sequence_:
+    """Compute a prompt whose keys attention takes in more than one part."""
+    one = text_sequence([index % 400 for index in range(FIXED_PART + 40)])
+    for first in range(0, len(one.tokens), step_tokens):
+        driver.step(prefills=[(one, first, min(first + step_tokens, len(one.tokens)))])
+    return one
 
 
 def one_step(driver: Driver, rng: random.Random, running: list[Sequence_]) -> None:
