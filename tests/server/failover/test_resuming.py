@@ -172,6 +172,30 @@ def test_a_silence_is_broken_on_both_replicas(checkpoint: Path) -> None:
         pair.close()
 
 
+def test_progress_of_a_prompt_is_no_part_of_the_answer(checkpoint: Path) -> None:
+    """The second replica tells it again as long as nothing of the answer has been delivered."""
+    fixed = {"max_num_batched_tokens": 64, "step_time_target": 0.0}
+    pair = Pair(checkpoint, **fixed)
+    long = {"messages": [{"role": "user", "content": "who paints the red house? " * 20}]}
+    asked = Asked(PATHS[0], ASKED.body | long | {"return_progress": True, "return_token_ids": True})
+    try:
+        whole = pair.runner.run(undisturbed(pair.first, asked, 3))
+        told = [at for at, message in enumerate(whole.messages) if message.get(PING)]
+        assert told and told == list(range(1, len(told) + 1))
+        body = bytes_of([message for message in whole.messages if not message.get(PING)])
+        assert b"prompt_progress" not in body and b"prompt_token_ids" in body
+        for broken in (2, told[-1] + 1, told[-1] + 2, len(whole.messages) // 2):
+            pair.second.engine.flush()
+            rest = resumed(pair, whole.messages[:broken], whole.attempt, asked)
+            again = [message for message in rest if message.get(PING)]
+            assert bool(again) == (broken <= told[-1] + 1)
+            answer = [*whole.messages[:broken], *rest]
+            answer = [message for message in answer if not message.get(PING)]
+            assert bytes_of(answer).replace(b',"resumed":1', b"") == body
+    finally:
+        pair.close()
+
+
 def test_messages_say_which_tokens_they_cover(pair: Pair) -> None:
     asked = Asked(PATHS[0], ASKED.body | {"n": 3, "return_token_ids": True})
     case = pair.runner.run(undisturbed(pair.first, asked, 2))

@@ -61,6 +61,7 @@ class Task:
         attempt: the attempt that this request is; None: there will be no other attempt.
         number: index of the prompt in the request.
         pooled: a vector is wanted, not an answer.
+        progress: the progress of the prompt is wanted.
         next_turn: what the next turn shares with a prompt and its answer; None: see
             `Engine.submit`.
         share: digest of the API key, whose turn it is where requests wait for each other.
@@ -82,6 +83,7 @@ class Task:
     attempt: Attempt | None = None
     number: int = 0
     pooled: bool = False
+    progress: bool = False
     next_turn: Callable[[Task, Prompt], NextTurn | None] | None = None
     share: bytes = b""
     tenant: Tenant = NOBODY
@@ -225,7 +227,7 @@ class AttemptGeneration(Generation):
             if not self._taken:
                 self._taken.extend(await self.queue.take())
             delta = self._taken.popleft()
-            if delta.finish_reason in ("abort", "error"):
+            if delta.progress is not None or delta.finish_reason in ("abort", "error"):
                 break
             self.part.add(delta)
         return [delta]
@@ -317,6 +319,7 @@ def _submit(service: Service, generation: Generation, grammar: Grammar | None) -
         affinity=task.affinity,
         thought=thought_of(task, prompt),
         pooled=task.pooled,
+        progress=task.progress,
         next_turn=None if task.next_turn is None else task.next_turn(task, prompt),
         on_step=service.mailbox.hand_over,
         **options,

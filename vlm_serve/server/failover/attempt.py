@@ -29,7 +29,8 @@ PING = "vlm_serve.ping"
 """Keys of a replica's messages `http.response.body`; each is left out where it would be empty.
 
 TOKENS: {choice: [token ids covered by the message's bytes]}. USAGE, REPORT: of each prompt, so far.
-FAILURE: the message reports a failure. PING: it breaks a silence and is no part of the answer.
+FAILURE: the message reports a failure. PING: it breaks a silence, or tells a prompt's progress, and
+is no part of the answer.
 """
 
 
@@ -98,7 +99,7 @@ def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     What only breaks a silence is left out beside others.
     """
-    messages = [message for message in messages if not message.get(PING)] or messages[:1]
+    messages = [message for message in messages if not message.get(PING)] or messages[-1:]
     tokens: dict[int, list[int]] = {}
     one: dict[str, Any] = {}
     for message in messages:

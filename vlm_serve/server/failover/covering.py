@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptMedia, PromptSegment, Usage
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, Attempt
+from vlm_serve.server.failover.attempt import FAILURE, PING, REPORT, TOKENS, USAGE, Attempt
 
 
 class Coverage:
@@ -27,7 +27,7 @@ class Coverage:
         self._parts: Sequence[AttemptPart] = ()
         self._tokens: dict[int, list[int]] = {}
         self._sent_reports: list[int] = []
-        self._failed = False
+        self._failed = self._aside = False
 
     async def covering(
         self, parts: Sequence[AttemptPart], deltas: AsyncGenerator[tuple[int, list[Delta]], None]
@@ -50,8 +50,15 @@ class Coverage:
         """Mark the next messages as reports of a failure."""
         self._failed = True
 
+    def aside(self) -> None:
+        """Mark the next message as no part of the answer: another attempt need not repeat it."""
+        self._aside = True
+
     def take(self) -> Mapping[str, Any]:
         """Return the extra fields of the next message."""
+        aside, self._aside = self._aside, False
+        if aside:
+            return {PING: True}
         extra: dict[str, Any] = {}
         if self._tokens:
             extra[TOKENS], self._tokens = self._tokens, {}

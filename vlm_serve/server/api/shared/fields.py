@@ -106,6 +106,11 @@ class AnswerRequest(RequestModel):
         token all the same, which the response leaves out."""
         return False
 
+    @property
+    def tells_progress(self) -> bool:
+        """True if the response is a stream that tells how much of the prompt has been processed."""
+        return False
+
     def counted(self, usage: Usage) -> Usage:
         """Return what the response says of the engine's counts."""
         return dataclasses.replace(usage, completion_tokens=0) if self.only_prompt else usage
@@ -138,6 +143,11 @@ class GenerationRequest(AnswerRequest):
     prompt_logprobs: Whole | None = None
     structured_outputs: Table[Any] | None = None
     regex: str | None = None
+    return_progress: bool | None = None
+
+    @property
+    def tells_progress(self) -> bool:
+        return bool(self.return_progress and self.stream)
 
     @property
     def form_field(self) -> str:
