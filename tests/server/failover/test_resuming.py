@@ -196,6 +196,34 @@ def test_progress_of_a_prompt_is_no_part_of_the_answer(checkpoint: Path) -> None
         pair.close()
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_what_a_comparison_has_told_stays_so(pair: Pair, path: str) -> None:
+    """The second replica does not know the answer that the request is compared with."""
+    said: dict[str, Any] = {"max_tokens": 30, "stream": True, "temperature": 1.0}
+    if path == "/v1/messages":
+        said["messages"] = [{"role": "user", "content": "who paints the red house?"}]
+        name, field, asked = b"msg_", b"cache_miss_reason", "diagnostics"
+        compared: dict[str, Any] = {"previous_message_id": None}
+    else:
+        said |= {"input": "who paints the red house?", "max_output_tokens": said.pop("max_tokens")}
+        name, field, asked = b"resp_", b"prompt_cache_diagnostics", "prompt_cache_options"
+        compared = {}
+    first = pair.runner.run(undisturbed(pair.first, Asked(path, said | {asked: compared}), 1))
+    answer = (name + first.whole.partition(name)[2].partition(b'"')[0]).decode()
+    key = "previous_message_id" if asked == "diagnostics" else "comparison_response_id"
+    other = {"system": "Be kind."} if asked == "diagnostics" else {"instructions": "Be kind."}
+    case = pair.runner.run(
+        undisturbed(pair.first, Asked(path, said | other | {asked: {key: answer}}), 1)
+    )
+    assert field in case.whole and b"not_found" not in case.whole
+    again = Asked(path, said | other | {asked: {key: answer}})
+    unknown = bytes_of(resumed(pair, [], case.attempt, again))
+    assert b"not_found" in unknown, "nothing of it had been told"
+    for broken in (2, len(case.messages) // 2):
+        rest = resumed(pair, case.messages[:broken], case.attempt, again)
+        assert bytes_of(case.messages[:broken]) + bytes_of(rest) == case.whole
+
+
 def test_messages_say_which_tokens_they_cover(pair: Pair) -> None:
     asked = Asked(PATHS[0], ASKED.body | {"n": 3, "return_token_ids": True})
     case = pair.runner.run(undisturbed(pair.first, asked, 2))

@@ -13,7 +13,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptMedia, PromptSegment, Usage
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.failover.attempt import FAILURE, PING, REPORT, TOKENS, USAGE, Attempt
+from vlm_serve.server.failover.attempt import (
+    DIAGNOSIS,
+    FAILURE,
+    PING,
+    REPORT,
+    TOKENS,
+    USAGE,
+    Attempt,
+)
 
 
 class Coverage:
@@ -70,6 +78,8 @@ class Coverage:
                     None if report is None else asdict(report) for report in reports
                 )
                 self._sent_reports = list(map(id, reports))
+            if (diagnosis := self._parts[0].diagnosis) is not None:
+                extra[DIAGNOSIS] = diagnosis
         if self._failed:
             extra[FAILURE] = True
         return extra
@@ -106,6 +116,7 @@ class AttemptPart:
         forced: tokens that the choices begin with.
         counted: usage so far, for the next attempt.
         report: cache report of the first attempt that had one; None: there is none yet.
+        diagnosis: what comparing the request with an earlier one has shown; None: nothing yet.
     """
 
     def __init__(self, attempt: Attempt, prompt: int, params: SamplingParams) -> None:
@@ -114,6 +125,7 @@ class AttemptPart:
         self.forced = tuple(attempt.tokens.get(first + index, ()) for index in range(params.n))
         self.counted: Usage | None = None
         self.report: CacheReport | None = None
+        self.diagnosis = attempt.diagnosis
         self._first: Usage | None = None
         if attempt.usage is not None and (counts := attempt.usage[prompt]) is not None:
             self._first = Usage(**counts)
