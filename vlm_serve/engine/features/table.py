@@ -15,6 +15,7 @@ from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
 from vlm_serve.engine.features.adapters.waiting import AdapterWaiting
+from vlm_serve.engine.features.cache_log import CacheLog
 from vlm_serve.engine.features.drafts.base import Drafter
 from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.drafts.lengths import CostCurve
@@ -129,6 +130,10 @@ def _progress(scheduler: Scheduler, options: Options) -> Progress:
     return Progress()
 
 
+def _cache_log(scheduler: Scheduler, options: Options) -> CacheLog | None:
+    return CacheLog(scheduler.queues) if CacheLog.wanted() else None
+
+
 def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
     return None if options.slots is None else AdapterWaiting(scheduler.queues, options.slots)
 
@@ -147,6 +152,7 @@ TABLE = (
         _logprobs,
         concerns=lambda request: request.params.prompt_logprobs is not None,
     ),
+    FeatureRow("cache log", _cache_log),
     FeatureRow("progress", _progress, concerns=lambda request: request.progress),
     # Whoever may start gets its adapter loaded, so nothing else may refuse it behind this.
     FeatureRow(

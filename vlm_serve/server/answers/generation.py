@@ -7,6 +7,7 @@ Work in the background runs behind the requests of clients who wait for their an
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from vlm_serve.server.metrics import FinishedRequest
 from vlm_serve.server.service import Preparation, Service
 from vlm_serve.server.unread import MAX_UNREAD, UnreadDeltas
 from vlm_serve.system.stopping import Stop
+
+_log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 128
 """Memory of one prompt token: its id, positions, text, and its part of keys and spans."""
@@ -284,6 +287,7 @@ async def answering(
         queue = generation.queue
         with renamed_params(task.names):
             engine_id = _submit(service, generation, grammar)
+        _log.debug("request %s is %s in the engine", task.request_id, engine_id)
         if not patient:
             queue.on_change = partial(service.engine.hold, engine_id)
         timer = None
