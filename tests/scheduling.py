@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,21 +154,23 @@ class World:
         forced: tuple[tuple[int, ...], ...] = (),
         complete_experts: bool = False,
         next_turn: NextTurn | None = None,
+        on_progress: Callable[[Delta], None] | None = None,
         **params: Any,
     ) -> SequenceGroup:
-        """A request with a symbolic prompt."""
+        """A request with a symbolic prompt; one with `on_progress` tells how far that is."""
         arrival = next(self._numbers)
         request = Request(
             f"r{arrival}",
             prompt,
             SamplingParams(**{"temperature": 0.0, "seed": 0, **params}),
-            lambda delta: None,
+            on_progress or (lambda delta: None),
             priority,
             arrival=arrival,
             forced=forced,
             cold=cold,
             complete_experts=complete_experts,
             next_turn=next_turn,
+            progress=on_progress is not None,
         )
         group = SequenceGroup(request, self._numbers, self._language)
         for sequence in group.sequences:

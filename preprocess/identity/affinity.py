@@ -134,6 +134,14 @@ def affinity_keys(conversation: Conversation, *, salt: str, model: str) -> tuple
     return chain.keys()
 
 
+def turn_digests(conversation: Conversation) -> Iterator[bytes]:
+    """Yield a digest of a conversation's texts and uploads up to the end of each message."""
+    chain = _Chain("", "")
+    for role, parts in turns_of(conversation):
+        chain.add_turn(role, parts)
+        yield chain.last
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A tool call: a function's name and its arguments as JSON."""
@@ -208,6 +216,11 @@ class _Chain:
         self._media_units = 0
         self._next_cut = _FIRST_CUT
         self._in_text = False
+
+    @property
+    def last(self) -> AffinityKey:
+        """The digest at the latest cut."""
+        return self._cuts[-1]
 
     def keys(self) -> tuple[AffinityKey, ...]:
         last = len(self._cuts) - 1

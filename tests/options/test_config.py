@@ -50,6 +50,56 @@ def test_sizes_are_read_exactly(text: str, count: int) -> None:
     assert EngineConfig(cache_memory=text).cache_memory_bytes == count
 
 
+PAIRS = ("a=x", "b=y")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--lora-modules", "a=x,b=y"],
+        ["demo", "--lora-modules", "a=x", "b=y"],
+        ["--lora-modules", "a=x", "b=y", "demo"],
+        ["--lora-modules=a=x", "b=y", "demo"],
+        ["--lora-modules", "a=x", "demo", "--lora-modules", "b=y"],
+        ["--lora-modules", "a=x", "b=y", "--max-loras", "2", "demo"],
+        ["demo", "--lora-modules", '{"name": "a", "path": "x"}', '{"name": "b", "path": "y"}'],
+        ["demo", "--lora-modules", '{"name": "a", "path": "x", "base_model_name": "m"}', "b=y"],
+        ["demo", "--lora-modules", '[{"name": "a", "path": "x"}, "b=y"]'],
+    ],
+)
+def test_adapters_may_be_named_in_the_forms_of_other_servers(words: list[str]) -> None:
+    parser = Parser()
+    parser.add_argument("model")
+    add_options(parser, options_of(EngineConfig))
+    options = parser.parse_args(words)
+    assert tuple(options.lora_modules) == PAIRS and options.model == "demo"
+
+
+def test_a_question_with_an_equals_sign_is_no_adapter() -> None:
+    parser = Parser()
+    parser.add_argument("question")
+    add_options(parser, options_of(EngineConfig))
+    options = parser.parse_args(["--lora-modules", "a=x", "Is 1=1?"])
+    assert options.lora_modules == ["a=x"] and options.question == "Is 1=1?"
+
+
+def test_objects_of_adapters_come_from_files_and_variables_too() -> None:
+    made: Any = [{"name": "a", "path": "x"}, "b=y"]
+    assert EngineConfig(lora_modules=made).lora_modules == PAIRS
+    given = {"VLM_SERVE_LORA_MODULES": '{"name": "a", "path": "x"}'}
+    assert from_environment(options_of(EngineConfig), given) == {
+        "lora_modules": ({"name": "a", "path": "x"},)
+    }
+
+
+@pytest.mark.parametrize(
+    "item", [{"name": "a"}, {"name": "a", "path": 5}, {"name": "a", "path": "x", "rank": 8}, {}]
+)
+def test_objects_that_are_no_adapters_are_refused(item: Any) -> None:
+    with pytest.raises(ConfigError, match="^lora_modules must be objects with name and path"):
+        EngineConfig(lora_modules=(item,))
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "1 parsec", "-1MiB", "1e9", "0x10", "1GiB 2", "٣MiB"])
 def test_sizes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="^cache_memory must be"):

@@ -15,7 +15,7 @@ import pytest
 from serving import WAIT_SECONDS, RunningServer, running, wait_for
 
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.requests.outputs import Delta, FinishReason
+from vlm_serve.engine.requests.outputs import Delta, FinishReason, PromptProgress
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.unread import UnreadDeltas
@@ -40,6 +40,22 @@ def test_a_queue_tells_of_the_limit_once_and_of_its_end() -> None:
         assert told == [True]
         assert texts(await queue.take()) == "abcdef"
         assert told == [True, False]
+
+    asyncio.run(run())
+
+
+def test_of_a_prompts_progress_the_latest_waits_for_its_reader() -> None:
+    async def run() -> None:
+        queue, full = UnreadDeltas(4), list[bool]()
+        queue.on_change = full.append
+        for tokens in range(9):
+            queue.put(Delta(0, progress=PromptProgress(tokens, 0.0)))
+        for text in "ab":
+            queue.put(delta(text))
+        told = await queue.take()
+        assert told[0].progress == PromptProgress(8, 0.0)
+        assert len(told) == 3 and texts(told) == "ab"
+        assert not full, "no answer is suspended for it"
 
     asyncio.run(run())
 

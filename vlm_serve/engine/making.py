@@ -72,6 +72,7 @@ class RequestMaker:
         thought: Thought | None = None,
         pooled: bool = False,
         next_turn: NextTurn | None = None,
+        progress: bool = False,
         on_step: Callable[[], None] | None = None,
     ) -> str:
         """Queue a request and return its id.
@@ -95,6 +96,7 @@ class RequestMaker:
                 the prompt or the answer opens one, and stop strings apply inside of it.
             next_turn: what the next turn shares with this one. None: the caller of a conversation
                 sends the answer's text back, other callers its tokens.
+            progress: tell the progress of the prompt, see `Delta.progress`.
             on_step: see `Request.on_step`; like `on_delta` it must neither block nor raise.
 
         Raises:
@@ -136,6 +138,7 @@ class RequestMaker:
             closing=tuple(closing),
             complete_experts=complete_experts,
             next_turn=next_turn or _plain_turn(prompt),
+            progress=progress,
             on_step=on_step,
         )
         self.begin(request)

@@ -369,7 +369,11 @@ class EngineConfig:
         default_text="none",
     )
     lora_modules: tuple[str, ...] = _adapters(
-        (), "LoRA adapters: name=path of PEFT's folder, GGUF file or hub id", metavar="NAME=PATH"
+        (),
+        "LoRA adapters: name=path of PEFT's folder, GGUF file or hub id; several with commas, with "
+        "spaces or as JSON",
+        metavar="NAME=PATH",
+        pairs=("name", "path"),
     )
     max_loras: int = _adapters(8, "adapters laid out at once; others wait", low=1, high=256)
     max_lora_rank: int = _adapters(64, "largest rank of an adapter's modules", low=1, high=256)

@@ -55,6 +55,8 @@ _SWITCHES = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
+_LISTED_ONLY = ("base_model_name",)
+"""Keys of pairs that decide only what vLLM lists."""
 _WANTED = {"int": "a number", "float": "a number", "bool": "true or false", "list": "a list"}
 """What a text must be, by kind."""
 
@@ -75,6 +77,7 @@ class Option:
         metavar: name of the value in `--help`; empty: by kind.
         default_text: the default as the documentation shows it; empty: `default` itself.
         synonyms: names of choices in other servers, each with the choice that it means.
+        pairs: keys of a name and a value: a list's items are name=value, or JSON objects with both.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Option:
     metavar: str = ""
     default_text: str = ""
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    pairs: tuple[str, ...] = ()
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -110,8 +114,8 @@ class Option:
         return format_size(self.default) if self.kind == "size" else str(self.default)
 
     def parse(self, text: str) -> Any:
-        """Parse a flag or environment variable; a list may be JSON, as in vLLM. Raises ConfigError
-        that names the option."""
+        """Parse a flag or environment variable; a list may be JSON, as in vLLM, and so may a pair.
+        Raises ConfigError that names the option."""
         try:
             if self.kind == "int":
                 return int(text)
@@ -123,6 +127,8 @@ class Option:
                 return json.loads(text)
             if self.kind == "list" and text.lstrip().startswith("["):
                 return tuple(json.loads(text))
+            if self.pairs and text.lstrip().startswith("{"):
+                return (json.loads(text),)
         except (ValueError, KeyError, RecursionError):
             raise self._bad(text, _WANTED.get(self.kind, "a JSON object")) from None
         if self.kind == "list":
@@ -168,10 +174,21 @@ class Option:
             raise self._bad(value, "a JSON object")
         elif self.kind == "list":
             items = (value,) if isinstance(value, str) else value
+            if self.pairs and isinstance(items, list | tuple):
+                items = [self._pair(item) if isinstance(item, Mapping) else item for item in items]
             if not isinstance(items, list | tuple) or any(not isinstance(i, str) for i in items):
                 raise self._bad(value, "a list of texts")
             return tuple(items)
         return value
+
+    def _pair(self, item: Mapping[Any, Any]) -> str:
+        """Return a pair given as an object in the form name=value."""
+        given = [item.get(key) for key in self.pairs]
+        if item.keys() - {*self.pairs, *_LISTED_ONLY} or not all(
+            isinstance(text, str) for text in given
+        ):
+            raise self._bad(dict(item), "objects with " + " and ".join(self.pairs))
+        return "=".join(map(str, given))
 
     def _bad(self, value: Any, wanted: str) -> ConfigError:
         return ConfigError(f"{self.name} must be {wanted}, got {value!r}", param=self.name)
@@ -209,7 +226,7 @@ def section(name: str) -> Callable[..., Any]:
     """Return a function to declare the options of one section of a config dataclass.
 
     It takes an option's default, its help and, by name, `choices`, `low`, `high`, `aliases`,
-    `metavar`, `default_text` and `synonyms` of `Option`, and returns a dataclass field.
+    `metavar`, `default_text`, `synonyms` and `pairs` of `Option`, and returns a dataclass field.
     """
 
     def option(default: Any, help: str, **details: Any) -> Any:

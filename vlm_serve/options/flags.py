@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.declared import Option, did_you_mean
+
+_PAIR = re.compile(r"[\w.:/+][\w.:/+-]*=|\{", re.ASCII)
+"""How a pair begins: name=value, or an object."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,10 +20,14 @@ class Parser(argparse.ArgumentParser):
 
     A command may have a default `take_late`: a function of the options and the unknown arguments,
     which takes the ones it knows and returns the others.
+
+    Attributes:
+        pair_flags: flags that several pairs name=value may follow.
     """
 
     def __init__(self, *, allow_abbrev: bool = False, **settings: Any) -> None:
         super().__init__(allow_abbrev=allow_abbrev, add_help=False, **settings)
+        self.pair_flags: set[str] = set()
         self.add_argument(
             "-h",
             "--help",
@@ -65,6 +74,27 @@ class Parser(argparse.ArgumentParser):
             close = did_you_mean(str(value), known)
             self.error(f"there is no command {value!r}{close or ': ' + ', '.join(action.choices)}")
         super()._check_value(action, value)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(self._spread(words), namespace)
+
+    def _spread(self, words: Sequence[str]) -> list[str]:
+        """Repeat a flag before each further pair that follows it. With a flag for any number of
+        words, argparse would take the model behind the pairs for one more."""
+        spread, flag, taken = list[str](), "", False
+        for word in words:
+            name = word.partition("=")[0]
+            if name in self.pair_flags:
+                flag, taken = name, word != name
+            elif flag and not taken:
+                taken = True
+            elif flag and _PAIR.match(word):
+                spread.append(flag)
+            else:
+                flag = ""
+            spread.append(word)
+        return spread
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -190,6 +220,8 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
         if item.kind == "list":
             settings["action"] = "extend"  # A repeated flag appends.
         groups[item.group].add_argument(*item.flags, **settings)
+        if item.pairs and isinstance(parser, Parser):
+            parser.pair_flags.update(item.flags)
 
 
 def _metavar(item: Option) -> str:

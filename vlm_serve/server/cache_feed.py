@@ -23,6 +23,7 @@ from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.errors import DrainingError
 from vlm_serve.server.state import ServerState
+from vlm_serve.server.traffic_log import TrafficLog
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -59,6 +60,7 @@ class CacheFeed:
         self.status: dict[str, Any] = {}
         self.status_number = 0
         self._history: deque[tuple[float, dict[str, Any]]] = deque(maxlen=MAX_HISTORY)
+        self._traffic = TrafficLog()
         self._keeping: asyncio.Task[None] | None = None
         self._subscribers: Counter[bytes] = Counter()
         self._engine = engine
@@ -160,6 +162,8 @@ class CacheFeed:
                 if self.status:
                     self._history.append((time.monotonic(), self.status))
                 seen = step
+            if self.status:
+                self._traffic.note(self.status)
             await asyncio.sleep(HISTORY_SECONDS)
 
     async def _read_status(self) -> None:

@@ -141,8 +141,9 @@ class Service:
             return await self.workers.prepare(partial(preprocessor.finish, rendering, media))
 
     async def flush(self) -> None:
-        """Evict everything that no running request holds, and delete stored responses."""
+        """Evict everything that no running request holds, and delete what is kept of answers."""
         await asyncio.to_thread(self.engine.flush)
+        self.state.prompts.clear()
         if self.state.responses is not None:
             self.state.responses.clear()
 

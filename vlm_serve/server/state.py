@@ -16,6 +16,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.http.request_memory import RequestMemory
 from vlm_serve.server.metrics import FinishedRequest, Metrics
+from vlm_serve.server.prompt_records import PromptRecords
 from vlm_serve.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ServerState:
     Attributes:
         created: Unix time in seconds that lists of models give.
         responses: stored answers of /v1/responses; None: nothing is stored.
+        prompts: records of earlier prompts.
         metrics: metrics in Prometheus' form.
         tracer: exporter of traces; None: traces are off.
         first_token_seconds: latencies of the last minute, from a request's arrival.
@@ -56,6 +58,7 @@ class ServerState:
         self.model_names = model_names
         self.created = int(time.time())
         self.responses = ResponseStore(size, config.response_store_ttl) if size else None
+        self.prompts = PromptRecords()
         self.metrics = Metrics(model_names[0], engine, memory)
         self.tracer: RequestTracer | None = None
         self.first_token_seconds, self.inter_token_seconds = LatencyWindow(), LatencyWindow()

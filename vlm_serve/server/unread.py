@@ -38,7 +38,9 @@ class UnreadDeltas:
         self.settle()
 
     def add(self, delta: Delta) -> None:
-        """Add a delta; `settle` has to follow."""
+        """Add a delta; `settle` has to follow. Of a prompt's progress the latest is kept."""
+        if delta.progress is not None and self._deltas and self._deltas[-1].progress is not None:
+            self._deltas.pop()
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._ended = True

@@ -172,6 +172,58 @@ def test_a_silence_is_broken_on_both_replicas(checkpoint: Path) -> None:
         pair.close()
 
 
+def test_progress_of_a_prompt_is_no_part_of_the_answer(checkpoint: Path) -> None:
+    """The second replica tells it again as long as nothing of the answer has been delivered."""
+    fixed = {"max_num_batched_tokens": 64, "step_time_target": 0.0}
+    pair = Pair(checkpoint, **fixed)
+    long = {"messages": [{"role": "user", "content": "who paints the red house? " * 20}]}
+    asked = Asked(PATHS[0], ASKED.body | long | {"return_progress": True, "return_token_ids": True})
+    try:
+        whole = pair.runner.run(undisturbed(pair.first, asked, 3))
+        told = [at for at, message in enumerate(whole.messages) if message.get(PING)]
+        assert told and told == list(range(1, len(told) + 1))
+        body = bytes_of([message for message in whole.messages if not message.get(PING)])
+        assert b"prompt_progress" not in body and b"prompt_token_ids" in body
+        for broken in (2, told[-1] + 1, told[-1] + 2, len(whole.messages) // 2):
+            pair.second.engine.flush()
+            rest = resumed(pair, whole.messages[:broken], whole.attempt, asked)
+            again = [message for message in rest if message.get(PING)]
+            assert bool(again) == (broken <= told[-1] + 1)
+            answer = [*whole.messages[:broken], *rest]
+            answer = [message for message in answer if not message.get(PING)]
+            assert bytes_of(answer).replace(b',"resumed":1', b"") == body
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_what_a_comparison_has_told_stays_so(pair: Pair, path: str) -> None:
+    """The second replica does not know the answer that the request is compared with."""
+    said: dict[str, Any] = {"max_tokens": 30, "stream": True, "temperature": 1.0}
+    if path == "/v1/messages":
+        said["messages"] = [{"role": "user", "content": "who paints the red house?"}]
+        name, field, asked = b"msg_", b"cache_miss_reason", "diagnostics"
+        compared: dict[str, Any] = {"previous_message_id": None}
+    else:
+        said |= {"input": "who paints the red house?", "max_output_tokens": said.pop("max_tokens")}
+        name, field, asked = b"resp_", b"prompt_cache_diagnostics", "prompt_cache_options"
+        compared = {}
+    first = pair.runner.run(undisturbed(pair.first, Asked(path, said | {asked: compared}), 1))
+    answer = (name + first.whole.partition(name)[2].partition(b'"')[0]).decode()
+    key = "previous_message_id" if asked == "diagnostics" else "comparison_response_id"
+    other = {"system": "Be kind."} if asked == "diagnostics" else {"instructions": "Be kind."}
+    case = pair.runner.run(
+        undisturbed(pair.first, Asked(path, said | other | {asked: {key: answer}}), 1)
+    )
+    assert field in case.whole and b"not_found" not in case.whole
+    again = Asked(path, said | other | {asked: {key: answer}})
+    unknown = bytes_of(resumed(pair, [], case.attempt, again))
+    assert b"not_found" in unknown, "nothing of it had been told"
+    for broken in (2, len(case.messages) // 2):
+        rest = resumed(pair, case.messages[:broken], case.attempt, again)
+        assert bytes_of(case.messages[:broken]) + bytes_of(rest) == case.whole
+
+
 def test_messages_say_which_tokens_they_cover(pair: Pair) -> None:
     asked = Asked(PATHS[0], ASKED.body | {"n": 3, "return_token_ids": True})
     case = pair.runner.run(undisturbed(pair.first, asked, 2))

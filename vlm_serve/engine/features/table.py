@@ -15,11 +15,13 @@ from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
 from vlm_serve.engine.features.adapters.waiting import AdapterWaiting
+from vlm_serve.engine.features.cache_log import CacheLog
 from vlm_serve.engine.features.drafts.base import Drafter
 from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.drafts.lengths import CostCurve
 from vlm_serve.engine.features.endings.endings import Endings
 from vlm_serve.engine.features.joins import Joining
+from vlm_serve.engine.features.progress import Progress
 from vlm_serve.engine.features.prompt_logprobs import LogprobReports
 from vlm_serve.engine.features.replays import Replays
 from vlm_serve.engine.features.routed_experts import ExpertReports
@@ -124,6 +126,14 @@ def _logprobs(scheduler: Scheduler, options: Options) -> LogprobReports:
     return LogprobReports(options.config.reported_tokens)
 
 
+def _progress(scheduler: Scheduler, options: Options) -> Progress:
+    return Progress()
+
+
+def _cache_log(scheduler: Scheduler, options: Options) -> CacheLog | None:
+    return CacheLog(scheduler.queues) if CacheLog.wanted() else None
+
+
 def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
     return None if options.slots is None else AdapterWaiting(scheduler.queues, options.slots)
 
@@ -142,6 +152,8 @@ TABLE = (
         _logprobs,
         concerns=lambda request: request.params.prompt_logprobs is not None,
     ),
+    FeatureRow("cache log", _cache_log),
+    FeatureRow("progress", _progress, concerns=lambda request: request.progress),
     # Whoever may start gets its adapter loaded, so nothing else may refuse it behind this.
     FeatureRow(
         "adapters", _adapters, concerns=lambda request: request.adapter is not None, commutes=False

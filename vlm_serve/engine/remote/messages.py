@@ -79,6 +79,7 @@ _RARE = (
     "vector",
     "error",
     "reasoning",
+    "progress",
 )
 _rare_of = attrgetter(*_RARE)
 _ABSENT = tuple(each.default for name in _RARE for each in fields(Delta) if each.name == name)

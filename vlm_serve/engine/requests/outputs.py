@@ -47,6 +47,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """Part of a prompt that has been processed: `tokens`, reused ones included, in `seconds` since
+    its first step was planned."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSegment:
     """Tokens `[start, end)` of a prompt and their source: a tier ("device", "host", "disk") or
     "computed"."""
@@ -153,6 +162,7 @@ class Delta:
             `prompt_logprobs_start` on, without the first token.
         vector: see `SampledToken.vector`.
         error: set (with finish_reason "error") when the request failed.
+        progress: if requested, in deltas without tokens before the first token.
         time: creation time in monotonic seconds.
     """
 
@@ -170,4 +180,5 @@ class Delta:
     vector: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     error: VlmServeError | None = None
     reasoning: str = ""
+    progress: PromptProgress | None = None
     time: float = field(default_factory=monotonic, compare=False)

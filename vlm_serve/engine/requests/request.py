@@ -76,6 +76,8 @@ class Request:
     """Who it counts for."""
     next_turn: NextTurn | None = None
     """What a next turn shares with this one; None: prompt and answer, token by token."""
+    progress: bool = False
+    """Tell the progress of the prompt in deltas of their own."""
     on_step: Callable[[], None] | None = None
     """Called when all deltas of a step have been handed to their callbacks, once for each function
     of the step's requests; None: nobody waits for that."""

@@ -7,6 +7,7 @@ Work in the background runs behind the requests of clients who wait for their an
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from vlm_serve.server.service import Preparation, Service
 from vlm_serve.server.unread import MAX_UNREAD, UnreadDeltas
 from vlm_serve.system.stopping import Stop
 
+_log = logging.getLogger(__name__)
+
 TOKEN_BYTES = 128
 """Memory of one prompt token: its id, positions, text, and its part of keys and spans."""
 
@@ -61,6 +64,7 @@ class Task:
         attempt: the attempt that this request is; None: there will be no other attempt.
         number: index of the prompt in the request.
         pooled: a vector is wanted, not an answer.
+        progress: the progress of the prompt is wanted.
         next_turn: what the next turn shares with a prompt and its answer; None: see
             `Engine.submit`.
         share: digest of the API key, whose turn it is where requests wait for each other.
@@ -82,6 +86,7 @@ class Task:
     attempt: Attempt | None = None
     number: int = 0
     pooled: bool = False
+    progress: bool = False
     next_turn: Callable[[Task, Prompt], NextTurn | None] | None = None
     share: bytes = b""
     tenant: Tenant = NOBODY
@@ -225,7 +230,7 @@ class AttemptGeneration(Generation):
             if not self._taken:
                 self._taken.extend(await self.queue.take())
             delta = self._taken.popleft()
-            if delta.finish_reason in ("abort", "error"):
+            if delta.progress is not None or delta.finish_reason in ("abort", "error"):
                 break
             self.part.add(delta)
         return [delta]
@@ -282,6 +287,7 @@ async def answering(
         queue = generation.queue
         with renamed_params(task.names):
             engine_id = _submit(service, generation, grammar)
+        _log.debug("request %s is %s in the engine", task.request_id, engine_id)
         if not patient:
             queue.on_change = partial(service.engine.hold, engine_id)
         timer = None
@@ -317,6 +323,7 @@ def _submit(service: Service, generation: Generation, grammar: Grammar | None) -
         affinity=task.affinity,
         thought=thought_of(task, prompt),
         pooled=task.pooled,
+        progress=task.progress,
         next_turn=None if task.next_turn is None else task.next_turn(task, prompt),
         on_step=service.mailbox.hand_over,
         **options,

@@ -286,10 +286,8 @@ class ChatStream(ChunkStream):
             ChatChoiceState(body, chat.parser(generation), tokenizer, index, chat.task.attempt)
             for index in range(chat.task.params.n)
         ]
-        # Fields of the first chunk.
-        self._extra: dict[str, Any] = {}
         if body.return_token_ids:
-            self._extra["prompt_token_ids"] = list(generation.prompt.token_ids)
+            self.first_fields["prompt_token_ids"] = list(generation.prompt.token_ids)
 
     @property
     def _id(self) -> str:
@@ -299,14 +297,12 @@ class ChatStream(ChunkStream):
         return self._choices[deltas[0].index].push(deltas)
 
     def chunk(self, choices: list[Part]) -> Part:
-        extra, self._extra = self._extra, {}
         return {
             "id": self._id,
             "object": "chat.completion.chunk",
             "created": self._chat.created,
             "model": self._chat.model,
             "choices": choices,
-            **extra,
         }
 
     def result(self) -> ChatCompletion:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -219,6 +219,8 @@ def _without_answer(delta: Delta) -> Delta:
 
 class CompletionStream(ChunkStream):
     """The chunks of all choices. Choice `p * n + i` is the i-th of prompt p."""
+
+    nothing: ClassVar[Part] = {"text": ""}
 
     def __init__(
         self,

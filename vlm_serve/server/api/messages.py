@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -18,6 +18,7 @@ from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.comparison import Comparison
 from vlm_serve.server.api.shared.conversation import (
     ConversationTask,
     ParsedRequest,
@@ -26,6 +27,7 @@ from vlm_serve.server.api.shared.conversation import (
     set_variables,
 )
 from vlm_serve.server.api.shared.fields import (
+    MAX_ANSWER_ID,
     MAX_MESSAGES,
     MAX_TOOLS,
     AnswerRequest,
@@ -191,9 +193,14 @@ def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | Non
     return json_schema_form(form, place)
 
 
+class DiagnosticsRequest(RequestModel):
+    previous_message_id: str | None = Field(None, max_length=MAX_ANSWER_ID)
+
+
 @with_sampling("messages")
 class MessagesRequest(MessagesPrompt):
     max_tokens: Whole
+    diagnostics: DiagnosticsRequest | None = None
 
     @property
     def only_prompt(self) -> bool:
@@ -220,6 +227,7 @@ class MessageBody(BaseModel):
     stop_reason: str | None
     stop_sequence: str | None
     usage: dict[str, Any]
+    diagnostics: Annotated[dict[str, Any] | None, Field(exclude_if=lambda told: told == {})] = {}
     cache_report: Optional[CacheReportBody] = None
 
 
@@ -238,7 +246,11 @@ class MessageStream(BlockStream):
     """The events of one message."""
 
     def __init__(
-        self, body: MessagesRequest, chat: ConversationTask, generations: Sequence[Generation]
+        self,
+        body: MessagesRequest,
+        chat: ConversationTask,
+        comparison: Comparison | None,
+        generations: Sequence[Generation],
     ) -> None:
         (generation,) = generations
         parser, attempt = chat.parser(generation), chat.task.attempt
@@ -247,8 +259,10 @@ class MessageStream(BlockStream):
         self._chat = chat
         self._generation = generation
         self._lifetime = body.lifetime
+        self._comparison = comparison
 
     def start(self) -> list[Event]:
+        self.keep()  # a client may go on from an answer that it has interrupted
         body = self._body([])
         body.usage["output_tokens"] = 0
         return [{"type": "message_start", "message": body.model_dump()}]
@@ -298,11 +312,19 @@ class MessageStream(BlockStream):
             body.cache_report = cache_report_body(self._generation.cache_report)
         return body
 
+    def keep(self) -> None:
+        if self._comparison is not None:
+            self._comparison.keep(self._id, self._generation)
+
+    @property
+    def _id(self) -> str:
+        return f"msg_{self._chat.task.request_id}"
+
     def _body(self, content: list[dict[str, Any]]) -> MessageBody:
         usage = self._request.counted(self._generation.usage)
         written = usage.written_tokens
-        return MessageBody(
-            id=f"msg_{self._chat.task.request_id}",
+        body = MessageBody(
+            id=self._id,
             model=self._chat.model,
             content=content,
             stop_reason=None,
@@ -319,6 +341,9 @@ class MessageStream(BlockStream):
                 "output_tokens": usage.completion_tokens,
             },
         )
+        if self._comparison is not None:
+            body.diagnostics = self._comparison.as_anthropic(self._generation)
+        return body
 
 
 def _content(block: OutputBlock) -> dict[str, Any]:
@@ -381,6 +406,10 @@ async def create_message(service: Service, request: Request) -> Response:
 
 def _spec(incoming: Incoming, body: MessagesRequest, conversation: Conversation) -> ResponseSpec:
     headers, parsed = _parsed(incoming.service, body, conversation)
-    chat = conversation_task(incoming, body, parsed)
-    stream_of = partial(MessageStream, body, chat)
+    asked = body.diagnostics
+    chat, comparison = conversation_task(incoming, body, parsed), None
+    if asked is not None:
+        parsed.conversation.ignored += [f"diagnostics.{name}" for name in asked.model_extra or ()]
+        comparison = Comparison(incoming, body, parsed.conversation, asked.previous_message_id)
+    stream_of = partial(MessageStream, body, chat, comparison)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers, named=True)

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 ID_BYTES = 16
 """Random part of every id: without API keys it is all that protects a stored answer."""
@@ -25,12 +25,29 @@ TOKENS = "vlm_serve.tokens"
 USAGE = "vlm_serve.usage"
 REPORT = "vlm_serve.cache_report"
 FAILURE = "vlm_serve.failure"
+DIAGNOSIS = "vlm_serve.diagnosis"
 PING = "vlm_serve.ping"
 """Keys of a replica's messages `http.response.body`; each is left out where it would be empty.
 
 TOKENS: {choice: [token ids covered by the message's bytes]}. USAGE, REPORT: of each prompt, so far.
-FAILURE: the message reports a failure. PING: it breaks a silence and is no part of the answer.
+DIAGNOSIS: what comparing the request with an earlier one has shown.
+FAILURE: the message reports a failure. PING: it breaks a silence, or tells a prompt's progress, and
+is no part of the answer.
 """
+
+
+class Diagnosis(NamedTuple):
+    """What comparing a request with an earlier one has shown, see `api/shared/comparison.py`.
+
+    Attributes:
+        kind: what has changed, or why that is not known; "hit": nothing is missing.
+        missed: tokens that would have been reused otherwise.
+        reusable: tokens of the earlier prompt that could be reused.
+    """
+
+    kind: str
+    missed: int = 0
+    reusable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,7 @@ class Attempt:
         tokens: tokens delivered of each choice (prompt * n + choice).
         delivered: bytes of the response's body that were delivered.
         usage, cache_report: of each prompt, as far as earlier attempts have reported them.
+        diagnosis: what an earlier attempt has told of a comparison.
         resumed: number of earlier attempts.
         deaths: number of earlier attempts whose replica died; the others were moved in time.
         started: the response's status and headers have been delivered.
@@ -60,6 +78,7 @@ class Attempt:
     delivered: int = 0
     usage: tuple[Mapping[str, int] | None, ...] | None = None
     cache_report: tuple[Mapping[str, Any] | None, ...] | None = None
+    diagnosis: Diagnosis | None = None
     resumed: int = 0
     deaths: int = 0
     started: bool = False
@@ -98,7 +117,7 @@ def merged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     What only breaks a silence is left out beside others.
     """
-    messages = [message for message in messages if not message.get(PING)] or messages[:1]
+    messages = [message for message in messages if not message.get(PING)] or messages[-1:]
     tokens: dict[int, list[int]] = {}
     one: dict[str, Any] = {}
     for message in messages:
@@ -121,6 +140,7 @@ class Delivery:
         self._started = attempt.started
         self._delivered = attempt.delivered
         self._usage, self._report = attempt.usage, attempt.cache_report
+        self._diagnosis = attempt.diagnosis
         self._tokens = {choice: list(ids) for choice, ids in attempt.tokens.items()}
 
     def passed(self, message: Mapping[str, Any]) -> None:
@@ -131,6 +151,7 @@ class Delivery:
             self._tokens.setdefault(choice, []).extend(ids)
         self._usage = message.get(USAGE, self._usage)
         self._report = message.get(REPORT, self._report)
+        self._diagnosis = message.get(DIAGNOSIS, self._diagnosis)
 
     @property
     def next(self) -> Attempt:
@@ -146,6 +167,7 @@ class Delivery:
             delivered=self._delivered,
             usage=self._usage,
             cache_report=self._report,
+            diagnosis=self._diagnosis,
             resumed=self._attempt.resumed + 1,
             started=self._started,
         )

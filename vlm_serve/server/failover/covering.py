@@ -13,7 +13,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptMedia, PromptSegment, Usage
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, Attempt
+from vlm_serve.server.failover.attempt import (
+    DIAGNOSIS,
+    FAILURE,
+    PING,
+    REPORT,
+    TOKENS,
+    USAGE,
+    Attempt,
+)
 
 
 class Coverage:
@@ -27,7 +35,7 @@ class Coverage:
         self._parts: Sequence[AttemptPart] = ()
         self._tokens: dict[int, list[int]] = {}
         self._sent_reports: list[int] = []
-        self._failed = False
+        self._failed = self._aside = False
 
     async def covering(
         self, parts: Sequence[AttemptPart], deltas: AsyncGenerator[tuple[int, list[Delta]], None]
@@ -50,8 +58,15 @@ class Coverage:
         """Mark the next messages as reports of a failure."""
         self._failed = True
 
+    def aside(self) -> None:
+        """Mark the next message as no part of the answer: another attempt need not repeat it."""
+        self._aside = True
+
     def take(self) -> Mapping[str, Any]:
         """Return the extra fields of the next message."""
+        aside, self._aside = self._aside, False
+        if aside:
+            return {PING: True}
         extra: dict[str, Any] = {}
         if self._tokens:
             extra[TOKENS], self._tokens = self._tokens, {}
@@ -63,6 +78,8 @@ class Coverage:
                     None if report is None else asdict(report) for report in reports
                 )
                 self._sent_reports = list(map(id, reports))
+            if (diagnosis := self._parts[0].diagnosis) is not None:
+                extra[DIAGNOSIS] = diagnosis
         if self._failed:
             extra[FAILURE] = True
         return extra
@@ -99,6 +116,7 @@ class AttemptPart:
         forced: tokens that the choices begin with.
         counted: usage so far, for the next attempt.
         report: cache report of the first attempt that had one; None: there is none yet.
+        diagnosis: what comparing the request with an earlier one has shown; None: nothing yet.
     """
 
     def __init__(self, attempt: Attempt, prompt: int, params: SamplingParams) -> None:
@@ -107,6 +125,7 @@ class AttemptPart:
         self.forced = tuple(attempt.tokens.get(first + index, ()) for index in range(params.n))
         self.counted: Usage | None = None
         self.report: CacheReport | None = None
+        self.diagnosis = attempt.diagnosis
         self._first: Usage | None = None
         if attempt.usage is not None and (counts := attempt.usage[prompt]) is not None:
             self._first = Usage(**counts)

@@ -14,6 +14,7 @@ from vlm_serve.preprocess.reading.values import unsupported
 from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.api.shared.conversation import ParsedRequest, set_variables
 from vlm_serve.server.api.shared.fields import (
+    MAX_ANSWER_ID,
     MAX_TOOLS,
     AnswerRequest,
     Items,
@@ -60,6 +61,7 @@ class ResponsesTool(RequestModel):
 
 class PromptCacheOptions(RequestModel):
     prewarm: bool | None = None
+    comparison_response_id: str | None = Field(None, max_length=MAX_ANSWER_ID)
 
 
 @with_sampling("responses")
@@ -87,6 +89,12 @@ class ResponsesRequest(AnswerRequest):
         return bool(self.prompt_cache_options and self.prompt_cache_options.prewarm)
 
     @property
+    def compared(self) -> str | None:
+        """Id of the response whose prompt this one is compared with."""
+        options = self.prompt_cache_options
+        return None if options is None else options.comparison_response_id
+
+    @property
     def custom_tools(self) -> frozenset[str | None]:
         """Names of the tools that take one text instead of arguments."""
         return frozenset(tool.name for tool in self.tools or () if tool.type == "custom")
@@ -109,13 +117,13 @@ class ResponsesRequest(AnswerRequest):
                 conversation.ignored.append(f"include[{at}]")
             elif name not in (_LOGPROBS, _THOUGHT):
                 raise unsupported("include", name)
-        options = self.prompt_cache_options or PromptCacheOptions()
-        names = options.model_extra or ()
+        options = self.prompt_cache_options
+        names = (options and options.model_extra) or ()
         conversation.ignored += [f"prompt_cache_options.{name}" for name in names]
         conversation = set_variables(
             conversation,
             traits,
-            effort=self._effort(),
+            effort=self.effort,
             effort_name="reasoning.effort",
             verbosity=self.verbosity,
             verbosity_name="text.verbosity",
@@ -161,7 +169,8 @@ class ResponsesRequest(AnswerRequest):
             raise FieldError("text.verbosity", "must be one of " + ", ".join(get_args(Verbosity)))
         return given
 
-    def _effort(self) -> str | None:
+    @property
+    def effort(self) -> str | None:
         effort = (self.reasoning or {}).get("effort")
         if effort is not None and not isinstance(effort, str):
             raise FieldError("reasoning.effort", "must be text")

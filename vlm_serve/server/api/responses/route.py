@@ -30,6 +30,7 @@ from vlm_serve.server.api.responses.new_turn import (
 )
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.shared.answer import Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.comparison import Comparison
 from vlm_serve.server.api.shared.conversation import (
     ConversationTask,
     ParsedRequest,
@@ -117,7 +118,9 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
     read_past(turn.past, conversation)
     parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
     chat = conversation_task(incoming, body, parsed)
-    stream_of = partial(ResponseStream, body, chat, service.tokenizer, turn)
+    settings = {"reasoning_effort": body.effort, "verbosity": body.verbosity}
+    comparison = Comparison(incoming, body, parsed.conversation, body.compared, **settings)
+    stream_of = partial(ResponseStream, body, chat, service.tokenizer, turn, comparison)
     header = ignored_header(ignored, parsed.conversation.ignored)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), header, named=True)
 
@@ -155,6 +158,7 @@ class ResponseBody(BaseModel):
     top_p: float | None
     truncation: Literal["auto", "disabled"]
     usage: dict[str, Any] | None = None
+    prompt_cache_diagnostics: Optional[dict[str, Any]] = None
     cache_report: Optional[CacheReportBody] = None
 
 
@@ -167,6 +171,7 @@ class ResponseStream(BlockStream):
         chat: ConversationTask,
         tokenizer: Tokenizer,
         turn: NewTurn,
+        comparison: Comparison,
         generations: Sequence[Generation],
     ) -> None:
         (generation,) = generations
@@ -177,12 +182,14 @@ class ResponseStream(BlockStream):
         self._tokenizer = tokenizer
         self._request = body
         self._turn = turn
+        self._comparison = comparison
         self._generation = generation
         self._number = 0
         self._input = CustomInput()
         self._items: list[dict[str, Any]] = []
 
     def start(self) -> list[Event]:
+        self._keep_prompt()  # a client may go on from an answer that it has interrupted
         return [
             self._event(f"response.{name}", response=self._body("in_progress").model_dump())
             for name in ("created", "in_progress")
@@ -274,12 +281,20 @@ class ResponseStream(BlockStream):
         return body
 
     def keep(self) -> None:
+        self._keep_prompt()
         self._turn.store(self._whole)
+
+    def _keep_prompt(self) -> None:
+        self._comparison.keep(self._id, self._generation)
+
+    @property
+    def _id(self) -> str:
+        return self._turn.response_id or f"resp_{self._chat.task.request_id}"
 
     def _body(self, status: Status) -> ResponseBody:
         request, params = self._request, self._chat.task.params
         return ResponseBody(
-            id=self._turn.response_id or f"resp_{self._chat.task.request_id}",
+            id=self._id,
             created_at=self._chat.created,
             status=status,
             instructions=request.instructions,
@@ -306,6 +321,7 @@ class ResponseStream(BlockStream):
             ],
             top_p=params.top_p,
             truncation=request.truncation or "disabled",
+            prompt_cache_diagnostics=self._comparison.as_openai(self._generation),
         )
 
     def _is_custom(self, block: OutputBlock) -> bool:

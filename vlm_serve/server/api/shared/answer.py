@@ -142,6 +142,7 @@ class Incoming:
             body.priority or 0,
             trace=trace_context_of(self.scope),
             attempt=self.attempt,
+            progress=body.tells_progress and not (self.attempt and self.attempt.delivered),
             share=share_of(self.scope),
             tenant=tenant_of(self.scope),
             **others,
@@ -243,6 +244,8 @@ async def _events(
                 async for prompt, deltas in arriving:
                     events = answer.start() if sent is None else []
                     events += answer.push(prompt, deltas)
+                    if coverage is not None and deltas[0].progress is not None:
+                        coverage.aside()
                     if events:
                         sent = answer
                         yield direct.bytes_of(events)

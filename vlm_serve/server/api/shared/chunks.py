@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from vlm_serve.engine.requests.outputs import Delta, Usage
+from vlm_serve.engine.requests.outputs import Delta, PromptProgress, Usage
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.shared.answer import AnswerStream
 from vlm_serve.server.api.shared.fields import (
@@ -27,7 +27,7 @@ Part = dict[str, Any]
 class ChunkStream(AnswerStream):
     """The chunks of all choices, then one with the usage if requested.
 
-    Cache reports are in the last chunk.
+    Cache reports are in the last chunk. The progress of a prompt has chunks of its own.
 
     Args:
         body: the request.
@@ -37,7 +37,11 @@ class ChunkStream(AnswerStream):
     Attributes:
         continuous: every chunk has the usage so far.
         tells_usage: every chunk has a field for it.
+        first_fields: fields of the first chunk of an answer.
+        nothing: what a part tells of a choice whose answer has not begun.
     """
+
+    nothing: ClassVar[Part] = {"delta": {}}
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class ChunkStream(AnswerStream):
         # Choices whose last delta has not been pushed; the generations may be ahead.
         self._unfinished = sum(generation.task.params.n for generation in generations)
         self._frames = Frames()
+        self.first_fields: dict[str, Any] = {}
 
     @abstractmethod
     def parts(self, prompt: int, deltas: Sequence[Delta]) -> list[Part]:
@@ -64,9 +69,12 @@ class ChunkStream(AnswerStream):
 
     def push(self, prompt: int, deltas: Sequence[Delta]) -> list[Event]:
         choices: dict[int, list[Delta]] = {}
-        for delta in deltas:
-            choices.setdefault(delta.index, []).append(delta)
         events: list[Event] = []
+        for delta in deltas:
+            if delta.progress is not None:
+                events.append(self._progress(prompt, delta, delta.progress))
+            else:
+                choices.setdefault(delta.index, []).append(delta)
         for own in choices.values():
             parts = self.parts(prompt, own)
             if own[-1].finish_reason is None:
@@ -91,8 +99,23 @@ class ChunkStream(AnswerStream):
         shape = (part["index"], *delta, *values)
         return self._frames.fill(shape, lambda: self._chunk(part | gaps, GAP), *told)
 
+    def _progress(self, prompt: int, delta: Delta, progress: PromptProgress) -> dict[str, Any]:
+        """Return the chunk that tells a prompt's progress, as llama.cpp does."""
+        index = prompt * self._generations[prompt].task.params.n
+        chunk = self.chunk([{"index": index, **self.nothing, "finish_reason": None}])
+        if self.tells_usage:
+            chunk["usage"] = None
+        chunk["prompt_progress"] = {
+            "total": delta.usage.prompt_tokens,
+            "cache": delta.usage.cached_tokens,
+            "processed": progress.tokens,
+            "time_ms": int(progress.seconds * 1000),
+        }
+        return chunk
+
     def _chunk(self, part: Part, usage: Any) -> dict[str, Any]:
-        chunk = self.chunk([part])
+        first, self.first_fields = self.first_fields, {}
+        chunk = self.chunk([part]) | first
         if self.tells_usage:
             chunk["usage"] = usage if self.continuous else None
         return chunk

@@ -28,6 +28,7 @@ MAX_ITEMS = 1 << 16
 MAX_TOKENS = 1 << 24
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
+MAX_ANSWER_ID = 256
 
 T = TypeVar("T")
 
@@ -106,6 +107,11 @@ class AnswerRequest(RequestModel):
         token all the same, which the response leaves out."""
         return False
 
+    @property
+    def tells_progress(self) -> bool:
+        """True if the response is a stream that tells how much of the prompt has been processed."""
+        return False
+
     def counted(self, usage: Usage) -> Usage:
         """Return what the response says of the engine's counts."""
         return dataclasses.replace(usage, completion_tokens=0) if self.only_prompt else usage
@@ -138,6 +144,11 @@ class GenerationRequest(AnswerRequest):
     prompt_logprobs: Whole | None = None
     structured_outputs: Table[Any] | None = None
     regex: str | None = None
+    return_progress: bool | None = None
+
+    @property
+    def tells_progress(self) -> bool:
+        return bool(self.return_progress and self.stream)
 
     @property
     def form_field(self) -> str:

@@ -68,9 +68,11 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a chat-like API refuses, with their neutral values.
 
-    Chat fields that it does not declare would change the answer, so it does not ignore them.
+    Chat fields that it does not declare would change the answer, so it does not ignore them, but
+    for those of streams.
     """
-    chat = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - {"stream_options"}, ())
+    of_streams = {"stream_options", "return_progress"}
+    chat = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - of_streams, ())
     aids: dict[str, tuple[Any, ...]] = {
         "logprobs": (False,),
         "top_logprobs": (0,),
