@@ -80,6 +80,11 @@ class PrefixCache:
 
     # Matching
 
+    def bring_marks(self, keys: PromptKeys) -> None:
+        """Add the cut points that earlier prompts have marked where this one is the same, so that
+        it finds what ends there, on the device and below."""
+        keys.bring(self.ledger.marks.cuts(keys))
+
     def match(
         self,
         keys: PromptKeys,
@@ -662,6 +667,7 @@ class PrefixCache:
         self._evictor.evict_everything()
         self.ledger.evicted_nodes.clear()
         self.ledger.evicted_snapshots.clear()
+        self.ledger.marks.clear()
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
         """Recompute every invariant; AssertionError names the violated one.

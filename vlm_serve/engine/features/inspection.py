@@ -21,6 +21,7 @@ from vlm_serve.engine.requests.reports import (
     repeated_spans,
     tokens_by_tier,
 )
+from vlm_serve.preprocess.identity.keys import PromptKeys
 from vlm_serve.preprocess.identity.prompt import Prompt
 
 MAX_WAIT_SECONDS = 3600.0
@@ -75,14 +76,15 @@ class Inspector:
         if self._fetcher is None:
             return None
         limit = len(prompt) - 1
-        match = self._cache.match(prompt.keys, limit=limit)
-        return self._fetcher.look_up(prompt.keys, match, limit)
+        keys = self._keys(prompt)
+        match = self._cache.match(keys, limit=limit)
+        return self._fetcher.look_up(keys, match, limit)
 
     def look_up_embeddings(
         self, prompt: Prompt, deeper: Deeper | None
     ) -> Future[dict[bytes, str]] | None:
         """Start a lookup of the embeddings that the prompt would then need; see `look_up`."""
-        boundary = self._cache.match(prompt.keys, limit=len(prompt) - 1).boundary
+        boundary = self._cache.match(self._keys(prompt), limit=len(prompt) - 1).boundary
         boundary = max(boundary, deeper.boundary if deeper is not None else 0)
         return self._media.locate_below(prompt, boundary)
 
@@ -93,13 +95,13 @@ class Inspector:
         embeddings: Mapping[bytes, str] | None = None,
     ) -> CacheReport:
         """Return the initial report of a request with this prompt. Change nothing."""
-        limit = len(prompt) - 1
-        match = self._cache.match(prompt.keys, limit=limit)
+        limit, keys = len(prompt) - 1, self._keys(prompt)
+        match = self._cache.match(keys, limit=limit)
         boundary, reason = match.boundary, match.reason
         segments: tuple[Segment, ...] = ()
         if deeper is not None and deeper.boundary > boundary:
             boundary, segments = deeper.boundary, deeper.segments
-            reason = "full" if boundary == prompt.keys.last_cut(limit) else reason
+            reason = "full" if boundary == keys.last_cut(limit) else reason
         parts = prompt_segments(boundary, len(prompt), segments)
         decoded, spans, recalled = self._media.forecast(prompt, boundary, embeddings or {})
         encoded = len({span.item for span in spans})
@@ -118,13 +120,19 @@ class Inspector:
             answer_tokens=match.answered,
             segments=parts,
             media=prompt_media(prompt, boundary, {span.start for span in spans}, recalled),
-            snapshots=self._cache.snapshot_positions(prompt.keys, len(prompt)),
-            boundary_key=boundary_key(prompt.keys, boundary),
+            snapshots=self._cache.snapshot_positions(keys, len(prompt)),
+            boundary_key=boundary_key(keys, boundary),
         )
+
+    def _keys(self, prompt: Prompt) -> PromptKeys:
+        """Return a prompt's keys as a request with it would have them: with earlier ones' marks."""
+        keys = prompt.keys.fork()
+        self._cache.bring_marks(keys)
+        return keys
 
     def pin(self, prompt: Prompt, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin the deepest usable prefix; return its number of tokens."""
-        tokens = self._cache.pin(prompt.keys, self.clock() + ttl_seconds, owner)
+        tokens = self._cache.pin(self._keys(prompt), self.clock() + ttl_seconds, owner)
         self._watch()
         return tokens
 
