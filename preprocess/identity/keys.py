@@ -146,6 +146,13 @@ def embedding_key(root: bytes, content_hash: bytes, merge_size: int) -> bytes:
     return hasher.digest()
 
 
+class Mark(NamedTuple):
+    """A position up to which a client wants its prompt cached, and for how many seconds."""
+
+    position: int
+    seconds: float
+
+
 class PromptKeys:
     """Cut points and chained BLAKE3 keys of a token sequence that may still grow.
 
@@ -241,8 +248,8 @@ class PromptKeys:
             ids.byteswap()
         self._packed += ids.tobytes()
         self._hash_prompt(bytes(self._packed), spans, cuts)
-        self.marks = tuple(sorted(set(marks)))
-        self.bring(self.marks)
+        self.marks = tuple[int, ...]()
+        self.mark(marks)
 
     def _take(self, known: PromptKeys, blocks: int) -> None:
         """Take everything about the first blocks from the keys of another sequence."""
@@ -305,6 +312,11 @@ class PromptKeys:
         block = cut // self.block_size
         at = block * self.block_size
         return self._key(block, self.packed(at, cut), self._pack_within(at, cut))
+
+    def mark(self, marks: Iterable[int]) -> None:
+        """Set the request's own marks, which are cut points from now on."""
+        self.marks = tuple(sorted(set(marks)))
+        self.bring(self.marks)
 
     def bring(self, marks: Iterable[int]) -> None:
         """Add cut points that do not follow from the tokens. Readers on other threads keep the

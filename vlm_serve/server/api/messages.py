@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from vlm_serve.errors import FieldError
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import AskedMark, Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.answers.generation import Generation
@@ -95,6 +95,7 @@ class MessagesPrompt(AnswerRequest):
     tool_choice: Table[Any] | None = None
     thinking: Table[Any] | None = None
     chat_template_kwargs: Table[Any] | None = None
+    cache_control: Table[Any] | None = None
     context_management: Table[Any] | None = None
     output_config: OutputConfig | None = None
     output_format: Table[Any] | None = None
@@ -150,16 +151,6 @@ class MessagesPrompt(AnswerRequest):
             conversation.ignored.append("context_management")
         return known or None
 
-    @property
-    def lifetime(self) -> str:
-        """Lifetime that the last cache mark asks for, "1h" or "5m". Written tokens are counted by
-        it."""
-        tools = [tool.model_extra or {} for tool in self.tools or ()]
-        said = [(each.model_extra or {}) | {"content": each.content} for each in self.messages]
-        blocks = [*tools, {"content": self.system}, *said, self.model_extra or {}]
-        marks = list(_marks(blocks))
-        return "1h" if marks and marks[-1].get("ttl") == "1h" else "5m"
-
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
         kind = choice.get("type")
@@ -171,16 +162,6 @@ class MessagesPrompt(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
-
-
-def _marks(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cache marks of blocks, in their order."""
-    for block in blocks:
-        inner, mark = block.get("content"), block.get("cache_control")
-        if isinstance(inner, list):
-            yield from _marks([each for each in inner if isinstance(each, dict)])
-        if isinstance(mark, dict):
-            yield mark
 
 
 def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | None:
@@ -238,7 +219,11 @@ class MessageStream(BlockStream):
     """The events of one message."""
 
     def __init__(
-        self, body: MessagesRequest, chat: ConversationTask, generations: Sequence[Generation]
+        self,
+        body: MessagesRequest,
+        marks: Sequence[AskedMark],
+        chat: ConversationTask,
+        generations: Sequence[Generation],
     ) -> None:
         (generation,) = generations
         parser, attempt = chat.parser(generation), chat.task.attempt
@@ -246,7 +231,8 @@ class MessageStream(BlockStream):
         self._request = body
         self._chat = chat
         self._generation = generation
-        self._lifetime = body.lifetime
+        # Written tokens are counted by the lifetime of the last mark.
+        self._lifetime = "1h" if marks and marks[-1].ttl == "1h" else "5m"
 
     def start(self) -> list[Event]:
         body = self._body([])
@@ -382,5 +368,5 @@ async def create_message(service: Service, request: Request) -> Response:
 def _spec(incoming: Incoming, body: MessagesRequest, conversation: Conversation) -> ResponseSpec:
     headers, parsed = _parsed(incoming.service, body, conversation)
     chat = conversation_task(incoming, body, parsed)
-    stream_of = partial(MessageStream, body, chat)
+    stream_of = partial(MessageStream, body, parsed.conversation.cache.marks, chat)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers, named=True)

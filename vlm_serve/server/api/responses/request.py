@@ -17,6 +17,7 @@ from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     AnswerRequest,
     Items,
+    PromptCacheOptions,
     RequestModel,
     Table,
     Verbosity,
@@ -58,7 +59,7 @@ class ResponsesTool(RequestModel):
     strict: bool | None = None
 
 
-class PromptCacheOptions(RequestModel):
+class ResponsesCacheOptions(PromptCacheOptions):
     prewarm: bool | None = None
 
 
@@ -79,7 +80,7 @@ class ResponsesRequest(AnswerRequest):
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: Whole | None = None
     chat_template_kwargs: Table[Any] | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_options: ResponsesCacheOptions | None = None
 
     @property
     def only_prompt(self) -> bool:
@@ -109,7 +110,7 @@ class ResponsesRequest(AnswerRequest):
                 conversation.ignored.append(f"include[{at}]")
             elif name not in (_LOGPROBS, _THOUGHT):
                 raise unsupported("include", name)
-        options = self.prompt_cache_options or PromptCacheOptions()
+        options = self.prompt_cache_options or ResponsesCacheOptions()
         names = options.model_extra or ()
         conversation.ignored += [f"prompt_cache_options.{name}" for name in names]
         conversation = set_variables(

@@ -111,6 +111,13 @@ class AnswerRequest(RequestModel):
         return dataclasses.replace(usage, completion_tokens=0) if self.only_prompt else usage
 
 
+class PromptCacheOptions(RequestModel):
+    """Options for the cache in OpenAI's form; the reader of conversations acts upon them."""
+
+    mode: str | None = None
+    ttl: str | None = None
+
+
 def check_stream(
     stream: bool | None, stream_options: StreamOptions | None, prompt_logprobs: int | None
 ) -> None:

@@ -70,7 +70,7 @@ def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
 
     Chat fields that it does not declare would change the answer, so it does not ignore them.
     """
-    chat = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - {"stream_options"}, ())
+    chat = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - _AIDS, ())
     aids: dict[str, tuple[Any, ...]] = {
         "logprobs": (False,),
         "top_logprobs": (0,),
@@ -80,6 +80,8 @@ def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
     return UNIMPLEMENTED | chat | options_elsewhere(api) | aids
 
 
+_AIDS = {"prompt_cache_options", "stream_options"}
+"""Chat fields that change no answer."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}", re.ASCII)
 
 
