@@ -640,11 +640,19 @@ class PrefixCache:
         """Gauges of blocks, nodes, rows and expert rows."""
         return usage(self.ledger)
 
-    def pin(self, keys: PromptKeys, until: float, owner: bytes | None = None) -> int:
+    def pin(
+        self,
+        keys: PromptKeys,
+        until: float,
+        owner: bytes | None = None,
+        *,
+        limit: int | None = None,
+    ) -> int:
         """Keep the KV and the state of a prompt's deepest usable prefix until time `until`.
 
         Args:
             owner: the pin's owner; None: the prompt's root.
+            limit: most tokens of the prefix; None: all may be.
 
         Pinning a prefix again changes its expiry. Returns the tokens pinned. That is 0 if nothing
         is cached, or if pins would hold more than half of the blocks or more snapshots than the
@@ -652,7 +660,8 @@ class PrefixCache:
         """
         if not self.config.enabled:
             return 0
-        path, bounds = self._find(keys, len(keys), complete_experts=False)
+        limit = len(keys) if limit is None else limit
+        path, bounds = self._find(keys, limit, complete_experts=False)
         if not bounds.usable:
             return 0
         size = self.config.block_size

@@ -119,3 +119,18 @@ def test_a_prompt_that_continues_a_known_one_does_not_take_its_marks() -> None:
         )
         assert (again.cuts, again.brought) == (text.keys.cuts, text.keys.brought)
         assert [*again.tails.items()] == [*text.keys.tails.items()]
+
+
+def test_a_pin_of_a_mark_ends_there() -> None:
+    """What is behind a mark is not kept with it, and what does not fit is not pinned."""
+    world = make_world(num_blocks=8, num_snapshot_rows=2)
+    text = Text(BEGINNING, [5] * 7, marks=[3, 11])
+    world.serve(text)
+    assert world.cache.pin(text.keys, 1.0, limit=11) == 11
+    (pin,) = world.cache.timed_pins.pins
+    assert [node.end for node in pin.nodes] == [4, 8, 11]
+    assert pin.snapshot is not None and pin.snapshot.position == 11
+    assert world.cache.pin(text.keys, 1.0, limit=3) == 3
+    assert world.cache.pin(text.keys, 1.0, limit=8) == 0, "there are two rows for pins"
+    world.check()
+    assert world.cache.timed_pins.expire(now=1.0) == 2

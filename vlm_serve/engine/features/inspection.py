@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Node
@@ -13,7 +13,7 @@ from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.lookup import Deeper, Segment
 from vlm_serve.engine.core.hooks import Hooks
 from vlm_serve.engine.core.media import MediaPlanner
-from vlm_serve.engine.requests.outputs import CacheReport
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, KeptMark
 from vlm_serve.engine.requests.reports import (
     boundary_key,
     prompt_media,
@@ -21,6 +21,7 @@ from vlm_serve.engine.requests.reports import (
     repeated_spans,
     tokens_by_tier,
 )
+from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.preprocess.identity.keys import PromptKeys
 from vlm_serve.preprocess.identity.prompt import Prompt
 
@@ -135,6 +136,20 @@ class Inspector:
         tokens = self._cache.pin(self._keys(prompt), self.clock() + ttl_seconds, owner)
         self._watch()
         return tokens
+
+    def report_first(self, sequence: Sequence, delta: Delta) -> Delta:
+        """Keep the prompt of a request up to its marks, and report how much of it could be kept."""
+        group, prompt = sequence.group, sequence.prompt
+        if group.report is None or group.report.marks:
+            return delta
+        kept = []
+        for mark in reversed(prompt.marks):
+            until = self.clock() + mark.seconds
+            tokens = self._cache.pin(sequence.keys, until, prompt.owner, limit=mark.position)
+            kept.append(KeptMark(mark.position, tokens, mark.seconds))
+        self._watch()
+        group.report = replace(group.report, marks=tuple(reversed(kept)))
+        return replace(delta, cache_report=group.report)
 
     def pin_node(self, node: Node, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin a node and its ancestors; return the number of tokens."""

@@ -194,6 +194,12 @@ class PromptMediaBody(BaseModel):
     source: str
 
 
+class KeptMarkBody(BaseModel):
+    position: int
+    kept_tokens: int
+    seconds: float
+
+
 class CacheReportBody(BaseModel):
     prompt_tokens: int
     kv_boundary: int
@@ -215,6 +221,7 @@ class CacheReportBody(BaseModel):
     media: list[PromptMediaBody]
     snapshots: list[int]
     boundary_key: str | None
+    marks: Optional[list[KeptMarkBody]] = None
     resumed: Optional[int] = None
 
 
@@ -310,8 +317,9 @@ def routed_experts_fields(delta: Delta) -> dict[str, Any]:
 
 def cache_report_fields(report: CacheReport) -> dict[str, Any]:
     fields = dataclasses.asdict(report)
-    if not report.resumed:
-        del fields["resumed"]
+    for name in ("marks", "resumed"):
+        if not fields[name]:
+            del fields[name]
     return fields
 
 
