@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
+import steer_cache
 from PIL import Image
 from serving import RunningServer, running, wait_for
 
@@ -180,3 +183,41 @@ def test_a_mark_on_tools_and_system_and_the_whole_request(server: RunningServer)
     other = {"tools": [tool], "system": "Something else, in its place."}
     assert ask(server, APIS[2], ["Hello"], **other)["cache_report"]["boundary"] >= places[0]
     assert ask(server, APIS[2], ["Good bye"], **fields)["cache_report"]["boundary"] >= places[1]
+
+
+def test_the_example_hits_at_its_mark_with_it_and_without(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["steer_cache.py", "--base-url", f"{server.url}/v1"])
+    steer_cache.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(" tokens written, 0 generated")
+    kept = [line.split()[0] for line in lines if "are kept for 1800 s" in line]
+    hits = [line.split(": ")[1].split()[0] for line in lines if "tokens from the cache" in line]
+    assert len(kept) == 2 and hits == [kept[0]] * 2
+
+
+@pytest.mark.parametrize(("ttl", "seconds"), [("5m", 300), ("1h", 3600)])
+def test_anthropics_client_marks_streams_and_prewarms(
+    server: RunningServer, ttl: Any, seconds: int
+) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none")
+    mark: Any = {"type": "ephemeral", "ttl": ttl}
+    asked: dict[str, Any] = {
+        "model": "default",
+        "system": [{"type": "text", "text": BEGINNING, "cache_control": mark}],
+        "extra_body": {"cache_report": True},
+    }
+    said: Any = [{"role": "user", "content": "When?"}]
+    asked["model"] = server.client.get("/v1/models").json()["data"][0]["id"]
+    warmed = client.messages.create(max_tokens=0, messages=said, **asked)
+    (kept,) = warmed.cache_report["marks"]
+    assert kept["seconds"] == seconds and warmed.usage.output_tokens == 0
+    created = warmed.usage.cache_creation
+    assert created is not None
+    by_time = {"5m": created.ephemeral_5m_input_tokens, "1h": created.ephemeral_1h_input_tokens}
+    assert by_time[ttl] == sum(by_time.values()) == warmed.usage.cache_creation_input_tokens
+    said = [{"role": "user", "content": "\nWho?"}]
+    with client.messages.stream(max_tokens=2, messages=said, **asked) as stream:
+        usage = stream.get_final_message().usage
+    assert (usage.cache_read_input_tokens or 0) >= kept["kept_tokens"] > 16
