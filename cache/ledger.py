@@ -13,6 +13,7 @@ import numpy as np
 from vlm_serve.cache.candidates import EvictionPolicy, LazyHeap, Priority
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.logprobs import RowKeeper
+from vlm_serve.cache.marks import KnownMarks
 from vlm_serve.cache.node_table import NodeTable
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
 from vlm_serve.cache.records import Block, Node, Snapshot
@@ -65,6 +66,7 @@ class Ledger:
         expert_bytes: size of all routed expert rows.
         logprobs: the nodes that hold prompt log-probabilities.
         evicted_nodes, evicted_snapshots: keys of evicted objects, most recent ones only.
+        marks: the cut points that prompts have brought.
         pending: keys of the blocks that running requests publish next -> number of requests.
         version: number of removals so far; an older match is stale.
         additions: number of nodes and snapshots published so far.
@@ -84,6 +86,7 @@ class Ledger:
         ghosts = config.num_blocks if config.ghost_entries is None else config.ghost_entries
         self.evicted_nodes = GhostMemory(ghosts)
         self.evicted_snapshots = GhostMemory(ghosts)
+        self.marks = KnownMarks()
         self.pending: dict[bytes, int] = {}
         self.expert_bytes = 0
         self.logprobs = RowKeeper(config.logprob_bytes, self.used)

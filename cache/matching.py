@@ -135,7 +135,8 @@ def shared_cut(keys: PromptKeys, other: PromptKeys, *, least: int, limit: int) -
     """Return the deepest cut point in `[least, limit]`, outside of media spans, before which two
     prompts are the same; 0 if there is none.
 
-    A cut point depends only on the tokens before it, so it is one of both prompts.
+    A cut point depends only on the tokens before it, so it is one of both prompts; marks are after
+    `PromptKeys.bring_from`.
 
     Args:
         keys: of the prompt whose boundary is wanted.
@@ -189,7 +190,7 @@ def media_starts(keys: PromptKeys, start: int, end: int) -> tuple[MediaStart, ..
 def key_at(keys: PromptKeys, cut: int) -> bytes:
     """Return the key of the node that ends at a cut point."""
     depth, rest = divmod(cut, keys.block_size)
-    return keys.tails[cut] if rest else keys.block_keys[depth - 1]
+    return keys.tail(cut) if rest else keys.block_keys[depth - 1]
 
 
 def miss_reason(

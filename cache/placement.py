@@ -56,7 +56,7 @@ def plan_snapshots(
     """Choose the positions to snapshot, most important first, each with its kind.
 
     The order is:
-    1. the end of the last media item, then the junction;
+    1. the request's own marks, deepest first, the end of the last media item, then the junction;
     2. the prompt's end and, if its log-probabilities are reported, where those of another
       continuation can start;
     3. the stable end, then the ends of earlier media items, deepest first;
@@ -80,7 +80,7 @@ def plan_snapshots(
 
     Returns:
         (position, kind) with `start < position < len(prompt)`, each a cut point outside spans;
-        kinds are "media", "junction", "prompt_end", "logprobs", "stable_end", "system",
+        kinds are "mark", "media", "junction", "prompt_end", "logprobs", "stable_end", "system",
         "message", "learned" and "interval".
     """
     assert interval > 0 and max_new >= 0
@@ -88,6 +88,7 @@ def plan_snapshots(
     plan = _Plan(keys, start, len(prompt) - 1, max_new)
     end = keys.last_cut(len(prompt) - 1)
     stable = keys.last_cut(min(prompt.stable_end, len(prompt) - 1))
+    plan.add(reversed(keys.marks), "mark")
     plan.add(prompt.media_ends[-1:], "media")
     plan.add([junction], "junction")
     plan.add([end], "prompt_end")

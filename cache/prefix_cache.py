@@ -80,6 +80,11 @@ class PrefixCache:
 
     # Matching
 
+    def bring_marks(self, keys: PromptKeys) -> None:
+        """Add the cut points that earlier prompts have marked where this one is the same, so that
+        it finds what ends there, on the device and below."""
+        keys.bring(self.ledger.marks.cuts(keys))
+
     def match(
         self,
         keys: PromptKeys,
@@ -635,11 +640,19 @@ class PrefixCache:
         """Gauges of blocks, nodes, rows and expert rows."""
         return usage(self.ledger)
 
-    def pin(self, keys: PromptKeys, until: float, owner: bytes | None = None) -> int:
+    def pin(
+        self,
+        keys: PromptKeys,
+        until: float,
+        owner: bytes | None = None,
+        *,
+        limit: int | None = None,
+    ) -> int:
         """Keep the KV and the state of a prompt's deepest usable prefix until time `until`.
 
         Args:
             owner: the pin's owner; None: the prompt's root.
+            limit: most tokens of the prefix; None: all may be.
 
         Pinning a prefix again changes its expiry. Returns the tokens pinned. That is 0 if nothing
         is cached, or if pins would hold more than half of the blocks or more snapshots than the
@@ -647,7 +660,8 @@ class PrefixCache:
         """
         if not self.config.enabled:
             return 0
-        path, bounds = self._find(keys, len(keys), complete_experts=False)
+        limit = len(keys) if limit is None else limit
+        path, bounds = self._find(keys, limit, complete_experts=False)
         if not bounds.usable:
             return 0
         size = self.config.block_size
@@ -662,6 +676,7 @@ class PrefixCache:
         self._evictor.evict_everything()
         self.ledger.evicted_nodes.clear()
         self.ledger.evicted_snapshots.clear()
+        self.ledger.marks.clear()
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
         """Recompute every invariant; AssertionError names the violated one.

@@ -158,6 +158,8 @@ class Publisher:
         if index == self._lease.boundary // self._block_size:
             node.answered += self._lease.answered
         self._ledger.add_node(node)
+        if end in self._keys.brought:
+            self._ledger.marks.add(self._keys, end)
         return node
 
     def _block(self, index: int) -> Block:

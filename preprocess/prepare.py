@@ -27,6 +27,7 @@ from vlm_serve.preprocess.expand import (
 from vlm_serve.preprocess.identity.keys import (
     NO_ADAPTER,
     AdapterIdentity,
+    Mark,
     PromptKeys,
     RootFields,
     Roots,
@@ -41,12 +42,13 @@ from vlm_serve.preprocess.media.loading import LoadedMedia, MediaLoader, is_remo
 from vlm_serve.preprocess.media.media_processors import find_processors
 from vlm_serve.preprocess.media.part_options import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media.raw_index import RawIndex, UploadRecords
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality
+from vlm_serve.preprocess.reading.conversation import CacheWishes, Conversation, MediaPart, Modality
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.family import Family
 from vlm_serve.preprocess.text.known_pieces import KnownPieces
 from vlm_serve.preprocess.text.known_turns import KnownTurns
+from vlm_serve.preprocess.text.marks import places_of, token_places
 from vlm_serve.preprocess.text.rendering import (
     ChatRequest,
     PromptPiece,
@@ -97,6 +99,8 @@ class Preprocessor:
         template_file: a chat template instead of the checkpoint's.
         template_kwargs: default variables of the template.
         sentences: files of an embedder.
+        marks_cut: cut points change no bit of the model's states, so marks are cut points. False:
+            a mark moves down to the last other one.
 
     Attributes:
         tokenizer: the checkpoint's.
@@ -125,6 +129,7 @@ class Preprocessor:
         template_file: Path | str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         sentences: Sentences | None = None,
+        marks_cut: bool = True,
     ) -> None:
         if config is None:
             config = read_json(Path(directory) / "config.json")
@@ -157,6 +162,7 @@ class Preprocessor:
             self._expander = find_expander(self.tokenizer, config, vision, images, videos)
         self.raw_index = RawIndex(raw_index_bytes)
         limits = limits or MediaLimits()
+        self._marks_cut = marks_cut
         self._decoders = Decoders()
         self._loader = MediaLoader(images, videos, limits, self.raw_index, self._decoders, missing)
         self._documents = Documents(partial(self._decoders.pages, limits), self._loader.check_count)
@@ -395,7 +401,29 @@ class Preprocessor:
         encoded = iter(self.known_text.pieces.encode_all(texts, cache_salt, near, unseen))
         tokens = tuple(None if piece.is_special else next(encoded) for piece in kept)
         cut = kept != pieces
-        return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, tokens, cut)
+        marks = () if cut else places_of(request, typed, text, self._marked(conversation))
+        return Rendering(
+            roots,
+            cache_salt,
+            adapter,
+            request,
+            media,
+            typed,
+            text,
+            kept,
+            tokens,
+            cut,
+            marks,
+            conversation.cache,
+        )
+
+    def _marked(self, conversation: Conversation) -> CacheWishes:
+        """Return the wishes with their second reading in the form of the conversation."""
+        wishes, marked = conversation.cache, conversation.cache.marked
+        if marked is None:
+            return wishes
+        marked = fit_systems(marked, anywhere=self._template.traits.late_systems)
+        return replace(wishes, marked=marked)
 
     def _check_length(
         self, request: ChatRequest, *, whole: bool, pieces: Iterable[PromptPiece] = ()
@@ -417,7 +445,11 @@ class Preprocessor:
         self._loader.check_count([part for part in conversation.media if not part.document])
         if any(part.document for part in conversation.media):
             read = partial(self._loader.read, stop=stop, hold=hold)
+            wishes = conversation.cache
+            if wishes.marked is not None:
+                wishes = replace(wishes, marked=self._documents.expanded(wishes.marked, read))
             conversation = self._documents.expanded(conversation, read)
+            conversation.cache = wishes
             self._loader.check_count(conversation.media)
         return conversation
 
@@ -461,6 +493,7 @@ class Preprocessor:
             raise InvalidRequestError("the messages give an empty prompt", param="messages")
         positions, delta = self._expander.positions(expansion, known)
         keys = self._keys(rendering.roots, expansion.token_ids, expansion.spans, known)
+        marks = self._marks(rendering, expansion, keys)
         kept = positions if expansion.spans else None
         self.known_text.prompts.put(places, expansion, kept, keys)
         return Prompt(
@@ -475,6 +508,9 @@ class Preprocessor:
             message_ends=tuple(expansion.message_ends),
             system_end=rendering.system_end(expansion.message_ends),
             stable_end=self._stable_end(rendering, expansion),
+            marks=marks,
+            owner=self.root_key(rendering.cache_salt) if marks else b"",
+            uncached=rendering.wishes.uncached,
             next_turn=None
             if rendering.cut
             else SharedByNextTurn(self.tokenizer, self.known_text.pieces, rendering, expansion),
@@ -488,6 +524,22 @@ class Preprocessor:
 
     def _correct(self, rendering: Rendering, media: Sequence[LoadedMedia]) -> Prompt:
         return self.finish(rendering, [item.corrected() for item in media])
+
+    def _marks(
+        self, rendering: Rendering, expansion: Expansion, keys: PromptKeys
+    ) -> tuple[Mark, ...]:
+        """Give the keys the client's marks, and return them as they are to be kept."""
+        encode = partial(self.known_text.pieces.encode, cache_salt=rendering.cache_salt)
+        seams, starts = self.known_text.pieces.seams, expansion.piece_starts
+        found: dict[int, float] = {}
+        for place, seconds in token_places(rendering, starts, encode, seams):
+            position = place if self._marks_cut else keys.last_cut(place)
+            if position and not keys.inside_span(position):
+                found[position] = max(seconds, found.get(position, 0.0))
+        keys.mark(found)
+        if rendering.wishes.seconds is not None and (end := keys.last_cut(len(keys) - 1)):
+            found[end] = max(rendering.wishes.seconds, found.get(end, 0.0))
+        return tuple(Mark(*each) for each in sorted(found.items()))
 
     def _stable_end(self, rendering: Rendering, expansion: Expansion) -> int:
         if rendering.cut:

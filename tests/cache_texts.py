@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,9 +45,16 @@ class Text:
         segments: token ids and images in order.
         block_size: of the keys.
         salt: tenant.
+        marks: cut points that the request brings; those inside a medium are left out.
     """
 
-    def __init__(self, *segments: Segment, block_size: int = 4, salt: str = "") -> None:
+    def __init__(
+        self,
+        *segments: Segment,
+        block_size: int = 4,
+        salt: str = "",
+        marks: Collection[int] = (),
+    ) -> None:
         self.token_ids: list[int] = []
         self.spans: list[Span] = []
         for segment in segments:
@@ -66,6 +73,7 @@ class Text:
             block_size=block_size,
             spans=self.spans,
             end_of_turn_ids=(END_OF_TURN,),
+            marks=[at for at in marks if not any(s.start < at < s.end for s in self.spans)],
         )
         self.digests = [self.root]
         self._digest_new_tokens()

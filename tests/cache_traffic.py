@@ -51,16 +51,16 @@ def drive(seed: int, steps: int) -> World:
 
 def drive_with(world: World, seed: int, steps: int, after_each: Callable[[], object]) -> None:
     """Runs `steps` random operations on a world of that seed."""
-    rng = random.Random(seed)
+    rng, marks = random.Random(seed), random.Random(f"marks of {seed}")
     for _ in range(steps):
-        _operate(world, rng)
+        _operate(world, rng, marks)
         after_each()
 
 
-def _operate(world: World, rng: random.Random) -> None:
+def _operate(world: World, rng: random.Random, marks: random.Random) -> None:
     choice = rng.random()
     if len(world.runs) < MAX_RUNS and choice < 0.3:
-        _start(world, rng)
+        _start(world, rng, marks)
     elif world.parked and choice < 0.35:
         index = rng.randrange(len(world.parked))
         if world.has_live_slot:
@@ -75,9 +75,11 @@ def _operate(world: World, rng: random.Random) -> None:
         _go_on(world, rng, choice)
 
 
-def _start(world: World, rng: random.Random) -> None:
+def _start(world: World, rng: random.Random, marks: random.Random) -> None:
     few = SEGMENTS[: rng.choice([3, len(SEGMENTS)])]
-    text = Text(*[rng.choice(few) for _ in range(rng.randint(1, 5))])
+    segments = [rng.choice(few) for _ in range(rng.randint(1, 5))]
+    text = Text(*segments)
+    text = Text(*segments, marks=[marks.randint(1, len(text)) for _ in range(marks.randint(0, 2))])
     world.start(
         text,
         first=rng.randint(1, len(text)),

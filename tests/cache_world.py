@@ -92,6 +92,7 @@ class World:
     ) -> Match:
         """The cache's match, compared with the model's."""
         limit = len(text) - 1 if limit is None else limit
+        self.cache.bring_marks(text.keys)
         match = self.cache.match(text.keys, limit=limit, complete_experts=complete, logprobs=wants)
         if wants is not None and self.config.enabled:
             limit = min(limit, self.first_missing(text, wants) - 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from symbolic import END_OF_TURN, VOCABULARY, SymbolicMedia, make_prompt
 
@@ -22,6 +23,8 @@ class Prompts:
 
     def __init__(self, rng: random.Random, block_size: int, max_model_len: int) -> None:
         self._rng, self._block_size, self._max_model_len = rng, block_size, max_model_len
+        # Without a draw of its own from the others' numbers, so that those stay as they were.
+        self._marks = random.Random(str(rng.getstate()))
         self.adapter: Callable[[], AdapterIdentity] = lambda: NO_ADAPTER
         """Chooses the adapter of each prompt."""
         self._media = [self._new_media() for _ in range(4)]
@@ -44,7 +47,7 @@ class Prompts:
             self._media[rng.randrange(len(self._media))] = self._grown(rng.choice(self._media))
         salt, adapter = rng.choice(["", "", "tenant"]), self.adapter()
         while True:
-            prompt = make_prompt(segments, block_size=self._block_size, salt=salt, adapter=adapter)
+            prompt = self._marked(segments, salt, adapter)
             if 0 < len(prompt) <= limit:
                 break
             segments = segments[:-1] or [self._text(1)]
@@ -86,12 +89,30 @@ class Prompts:
             adapter = self.adapter()
             question = tuple(rng.randrange(5, VOCABULARY) for _ in range(rng.randint(1, 2 * size)))
             for segments in ([*common, branch, question], [*common, question], [question]):
-                prompt = make_prompt(segments, block_size=size, adapter=adapter)
+                prompt = self._marked(segments, "", adapter)
                 if len(prompt) <= limit:
                     found.append(prompt)
                     self._asked[id(prompt)] = [*segments]
                     break
         return found
+
+    def _marked(
+        self,
+        segments: Sequence[tuple[int, ...] | SymbolicMedia],
+        salt: str,
+        adapter: AdapterIdentity,
+    ) -> Prompt:
+        """A prompt whose marks stand at ends of its segments, as an agent's, or anywhere. As the
+        history grows they move."""
+        make = partial(make_prompt, block_size=self._block_size, salt=salt, adapter=adapter)
+        prompt, rng = make(segments), self._marks
+        marks = set[int]()
+        if len(prompt) and rng.random() < 0.5:
+            ends = [len(make(segments[:count])) for count in range(1, len(segments) + 1)]
+            marks.update(rng.sample(ends, min(len(ends), rng.randint(1, 2))))
+        if len(prompt) and rng.random() < 0.2:
+            marks.add(rng.randint(1, len(prompt)))
+        return make(segments, marks=marks - {0}) if marks else prompt
 
     def _text(self, length: int) -> tuple[int, ...]:
         return tuple(

@@ -81,6 +81,7 @@ def make_prompt(
     salt: str = "",
     adapter: AdapterIdentity = NO_ADAPTER,
     tokens_per_patch: int = 6,
+    marks: Collection[int] = (),
 ) -> Prompt:
     """A prompt of text segments and media; every patch is a run of `tokens_per_patch` tokens with
     a marker token on either side."""
@@ -113,6 +114,7 @@ def make_prompt(
         spans=spans,
         end_of_turn_ids=(END_OF_TURN,),
         vision_root=key_root(salt, adapter.vision),
+        marks=[at for at in marks if not any(span.start < at < span.end for span in spans)],
     )
     places = [_place(root)] * len(token_ids)
     for span in spans:

@@ -10,9 +10,9 @@ import struct
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -146,6 +146,13 @@ def embedding_key(root: bytes, content_hash: bytes, merge_size: int) -> bytes:
     return hasher.digest()
 
 
+class Mark(NamedTuple):
+    """A position up to which a client wants its prompt cached, and for how many seconds."""
+
+    position: int
+    seconds: float
+
+
 class PromptKeys:
     """Cut points and chained BLAKE3 keys of a token sequence that may still grow.
 
@@ -158,14 +165,18 @@ class PromptKeys:
         vision_root: see below; None: the root.
         known: keys of another sequence under the same root that begins alike; its keys are taken.
         shared: number of tokens, and of spans before them, that both have; no span lies across.
+        marks: further cut points that the request brings, each outside of spans.
 
     Attributes:
         vision_root: root of the keys of its media's embeddings.
         block_size: tokens per block.
         block_keys: one 32-byte key per full block.
         cuts: all cut points (multiples of the block size, span ends, positions after an end-of-turn
-            token) in ascending order, 0 excluded, up to the current length.
-        tails: cut point -> 32-byte key, for cut points inside a block.
+            token, marks) in ascending order, 0 excluded, up to the current length.
+        tails: cut point -> 32-byte key, for cut points inside a block, in ascending order.
+        marks: of this request, in ascending order.
+        brought: the cut points that do not follow from the tokens: marks, of this request or of an
+            earlier one with the same tokens before it.
         span_bounds: (start, end) of every media span.
         span_kinds, span_hashes: modality and content hash of every media span.
         span_continues: True if a span continues the video of the span before it.
@@ -181,7 +192,9 @@ class PromptKeys:
         "_span_starts",
         "block_keys",
         "block_size",
+        "brought",
         "cuts",
+        "marks",
         "root",
         "span_bounds",
         "span_continues",
@@ -202,6 +215,7 @@ class PromptKeys:
         vision_root: bytes | None = None,
         known: PromptKeys | None = None,
         shared: int = 0,
+        marks: Collection[int] = (),
     ) -> None:
         assert len(root) == KEY_BYTES and block_size > 0
         self.root = root
@@ -221,6 +235,7 @@ class PromptKeys:
         self.block_keys = list[bytes]()
         self.cuts = list[int]()
         self.tails = dict[int, bytes]()
+        self.brought = frozenset[int]()
         self._packed = bytearray()
         if known is not None:
             self._take(known, shared // block_size)
@@ -233,15 +248,21 @@ class PromptKeys:
             ids.byteswap()
         self._packed += ids.tobytes()
         self._hash_prompt(bytes(self._packed), spans, cuts)
+        self.marks = tuple[int, ...]()
+        self.mark(marks)
 
     def _take(self, known: PromptKeys, blocks: int) -> None:
         """Take everything about the first blocks from the keys of another sequence."""
         assert (known.root, known.block_size) == (self.root, self.block_size)
         end = blocks * self.block_size
         self.block_keys += known.block_keys[:blocks]
-        self.cuts += known.cuts[: bisect_right(known.cuts, end)]
+        cuts = known.cuts[: bisect_right(known.cuts, end)]
         # They are in the order of their cuts.
         self.tails.update(takewhile(lambda tail: tail[0] <= end, known.tails.items()))
+        for mark in known.brought & self.tails.keys():
+            cuts.remove(mark)
+            del self.tails[mark]
+        self.cuts += cuts
         self._packed += memoryview(known._packed)[: end * 4]
 
     def _find_cuts(self, ids: array[int], at: int) -> list[int]:
@@ -272,19 +293,46 @@ class PromptKeys:
             keys.append(parent)
         for cut in cuts:
             if cut % size:
-                block = cut // size
-                at = block * size
-                bound = _pack_spans(self._spans_within(spans, at, cut), at)
-                self.tails[cut] = self._key(block, packed[at * 4 : cut * 4], bound)
+                self.tails[cut] = self.tail(cut)
         at = self._length // size * size
         self._partial = packed[at * 4 :]
-        self._open_spans = _pack_spans(self._spans_within(spans, at, self._length), at)
+        self._open_spans = self._pack_within(at, self._length)
 
-    def _spans_within(
-        self, spans: Sequence[SpanIdentity], start: int, end: int
-    ) -> Sequence[SpanIdentity]:
-        """Return the spans that overlap `[start, end)`."""
-        return spans[bisect_right(self._span_ends, start) : bisect_left(self._span_starts, end)]
+    def _pack_within(self, start: int, end: int) -> bytes:
+        """Pack the spans that overlap `[start, end)`, relative to its start."""
+        first, last = bisect_right(self._span_ends, start), bisect_left(self._span_starts, end)
+        spans = zip(self.span_kinds, self.span_bounds, self.span_hashes, strict=True)
+        return b"".join(_pack_span(*span, start) for span in islice(spans, first, last))
+
+    def tail(self, cut: int) -> bytes:
+        """Return the key of the tail that would end at any position inside a block."""
+        known = self.tails.get(cut)
+        if known is not None:
+            return known
+        block = cut // self.block_size
+        at = block * self.block_size
+        return self._key(block, self.packed(at, cut), self._pack_within(at, cut))
+
+    def mark(self, marks: Iterable[int]) -> None:
+        """Set the request's own marks, which are cut points from now on."""
+        self.marks = tuple(sorted(set(marks)))
+        self.bring(self.marks)
+
+    def bring(self, marks: Iterable[int]) -> None:
+        """Add cut points that do not follow from the tokens. Readers on other threads keep the
+        lists that they have."""
+        inside = sorted({mark for mark in marks if mark % self.block_size} - self.tails.keys())
+        assert all(0 < mark <= self._length and not self.inside_span(mark) for mark in inside)
+        if inside:
+            tails = self.tails | {mark: self.tail(mark) for mark in inside}
+            self.tails = dict(sorted(tails.items()))
+            self.cuts = sorted([*self.cuts, *inside])
+            self.brought = self.brought | frozenset(inside)
+
+    def bring_from(self, other: PromptKeys) -> None:
+        """Add the marks of another sequence before which both are the same."""
+        marks = (mark for mark in other.brought if mark <= self._length)
+        self.bring([mark for mark in marks if self.tail(mark) == other.tails[mark]])
 
     def _key(self, block: int, packed: bytes, bound: bytes) -> bytes:
         parent = self.block_keys[block - 1] if block else self.root
@@ -373,14 +421,11 @@ class PromptKeys:
             limit = around[0]
 
 
-def _pack_spans(spans: Sequence[SpanIdentity], at: int) -> bytes:
-    """Pack spans relative to the block that starts at token `at`."""
-    packed = []
-    for span in spans:
-        assert len(span.content_hash) == KEY_BYTES
-        tag = _MODALITY_TAGS[span.modality]
-        packed.append(_SPAN.pack(tag, at - span.start, span.end - span.start) + span.content_hash)
-    return b"".join(packed)
+def _pack_span(kind: str, bounds: tuple[int, int], content_hash: bytes, at: int) -> bytes:
+    """Pack a span relative to the block that starts at token `at`."""
+    assert len(content_hash) == KEY_BYTES
+    start, end = bounds
+    return _SPAN.pack(_MODALITY_TAGS[kind], at - start, end - start) + content_hash
 
 
 def _overlaps(spans: Sequence[SpanIdentity], block_size: int) -> dict[int, bytes]:
@@ -388,6 +433,7 @@ def _overlaps(spans: Sequence[SpanIdentity], block_size: int) -> dict[int, bytes
     overlaps: dict[int, bytes] = {}
     for span in spans:
         for block in range(span.start // block_size, (span.end - 1) // block_size + 1):
-            packed = _pack_spans([span], block * block_size)
+            bounds = span.start, span.end
+            packed = _pack_span(span.modality, bounds, span.content_hash, block * block_size)
             overlaps[block] = overlaps.get(block, b"") + packed
     return overlaps

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vlm_serve.errors import FieldError, MediaError
-from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity, Mark, PromptKeys
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.system.stopping import Stop
 
@@ -118,6 +118,12 @@ class Prompt:
     """Position after the end-of-turn token of a leading system message, else 0."""
     stable_end: int = 0
     """Length of the prefix shared with the next turn's rendering; 0: unknown."""
+    marks: tuple[Mark, ...] = ()
+    """Cut points that the client asks to be kept for a time, ascending."""
+    owner: bytes = b""
+    """Key of the tenant's root without an adapter: whose pins the marks are."""
+    uncached: bool = False
+    """The client wants nothing read from the cache, and nothing written."""
     waited: float = field(default=0.0, compare=False)
     """Seconds spent waiting for lookups of its uploads outside of this process."""
     adapter: AdapterIdentity = NO_ADAPTER
@@ -152,5 +158,6 @@ class Prompt:
             message_ends=tuple(end - dropped for end in self.message_ends if end > dropped),
             system_end=0,
             stable_end=max(self.stable_end - dropped, 0),
+            marks=(),
             next_turn=None,
         )

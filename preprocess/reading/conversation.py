@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -60,6 +61,42 @@ Turn = tuple[dict[str, Any], list[MediaPart]]
 """A message and its media."""
 
 
+@dataclass(frozen=True, slots=True)
+class AskedMark:
+    """A mark as it was read.
+
+    Attributes:
+        sign: the text in its place in the second reading.
+        seconds: how long what it marks is to stay.
+        ttl: that time as the client wrote it; None: it gave none.
+        place: in the request.
+    """
+
+    sign: str
+    seconds: float
+    ttl: str | None
+    place: str
+
+
+@dataclass(slots=True)
+class CacheWishes:
+    """What a client asks of the cache for one prompt.
+
+    Attributes:
+        marks: in the order of the prompt, the latest four.
+        marked: the conversation with the signs of the marks in it; None: there are no marks.
+        signs: matches the signs, also those of marks that do not count.
+        seconds: how long the prompt's end is to stay, too; None: as long as there is room.
+        uncached: nothing is to be read from the cache, and nothing written.
+    """
+
+    marks: list[AskedMark] = field(default_factory=list)
+    marked: Conversation | None = None
+    signs: re.Pattern[str] | None = None
+    seconds: float | None = None
+    uncached: bool = False
+
+
 @dataclass(slots=True)
 class Conversation:
     """The content of a request's prompt, still without a template.
@@ -80,6 +117,7 @@ class Conversation:
         result_places: places in the request of the ids of the tool results, in its order.
         ignored: places in the request of what has no effect here, or another one than named.
         references: places of items that only name an item of a stored response. They are left out.
+        cache: what the client asks of the cache.
         in_result: what is being read belongs to the result of a tool.
     """
 
@@ -99,6 +137,7 @@ class Conversation:
     result_places: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
+    cache: CacheWishes = field(default_factory=CacheWishes)
     in_result: bool = False
 
     @property

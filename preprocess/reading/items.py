@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.reading.cache_wishes import without_marks
 from vlm_serve.preprocess.reading.chat import read_role, read_tool_call
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.parts import read_content, read_part
@@ -17,7 +18,6 @@ from vlm_serve.preprocess.reading.values import (
     plain_data,
     text_of,
     unsupported,
-    without_marks,
 )
 from vlm_serve.preprocess.reading.vendor_tools import read_item_tools
 
@@ -67,13 +67,15 @@ def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) ->
     """Read the items of stored turns and put them where the conversation continues them."""
     if not conversation.previous:
         return
-    past = Conversation()
-    answers = {message.get("tool_call_id") for message in conversation.messages}
-    items = without_marks(items, "previous_response_id", past.ignored)
-    _read_items(items, "previous_response_id", past, _answered(items) | answers)
-    conversation.put_past(past)
-    join_leading(conversation)
-    order_results(conversation)
+    items = without_marks(items, "previous_response_id")
+    for continued in (conversation, conversation.cache.marked):
+        if continued is not None:
+            past = Conversation()
+            answers = {message.get("tool_call_id") for message in continued.messages}
+            _read_items(items, "previous_response_id", past, _answered(items) | answers)
+            continued.put_past(past)
+            join_leading(continued)
+            order_results(continued)
 
 
 def is_reference(item: Any) -> bool:

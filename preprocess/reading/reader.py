@@ -7,11 +7,12 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.blocks import read_blocks
+from vlm_serve.preprocess.reading.cache_wishes import read_wishes, without_marks
 from vlm_serve.preprocess.reading.chat import read_chat
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_response
 from vlm_serve.preprocess.reading.turns import join_leading, order_results
-from vlm_serve.preprocess.reading.values import object_of, plain_data, without_marks
+from vlm_serve.preprocess.reading.values import object_of, plain_data
 from vlm_serve.preprocess.reading.vendor_tools import read_chat_tools
 
 MAX_TEMPLATE_KWARGS = 64
@@ -64,14 +65,19 @@ def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
     for name in ("media_io_kwargs", "mm_processor_kwargs"):
         if body.get(name) is not None:
             setattr(conversation, name, object_of(body[name], name))
-    unmarked = {
-        name: without_marks(body[name], name, conversation.ignored)
-        for name in _MARKED
-        if name in body
-    }
+    fields = {name: body[name] for name in _MARKED if name in body}
+    conversation.cache = read_wishes(
+        api, body, fields, lambda marked: _read(api, marked, Conversation()), conversation.ignored
+    )
+    unmarked = {name: without_marks(value, name) for name, value in fields.items()}
+    return _read(api, {**body, **unmarked}, conversation)
+
+
+def _read(api: str, body: Mapping[str, Any], conversation: Conversation) -> Conversation:
+    """Read the messages and tools of a body that has no marks any more."""
     if api == "chat":
-        conversation.tools = read_chat_tools({**body, **unmarked}, conversation)
-    _READERS[api]({**body, **unmarked}, conversation)
+        conversation.tools = read_chat_tools(body, conversation)
+    _READERS[api](body, conversation)
     if not conversation.previous:
         join_leading(conversation)
         order_results(conversation)

@@ -1,9 +1,4 @@
-"""Checks of values in a request's JSON; each error names the value's place.
-
-Here too other vendors' cache marks leave a request. Their clients mark a part, a message or a tool
-up to which a server should cache. Here every place is cached anyway, and a mark in a template's
-input would change the prompt.
-"""
+"""Checks of values in a request's JSON; each error names the value's place."""
 
 from __future__ import annotations
 
@@ -16,22 +11,6 @@ from pydantic_core import from_json
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
 
 MAX_DEPTH = 64
-_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-_LISTS = frozenset({"content", "output", "summary", "tool_calls"})
-_OBJECTS = frozenset(
-    {
-        "file",
-        "function",
-        "image",
-        "image_url",
-        "input_image",
-        "input_video",
-        "source",
-        "url",
-        "video",
-        "video_url",
-    }
-)
 
 
 def plain_data(value: Any, param: str, depth: int = MAX_DEPTH) -> Any:
@@ -112,31 +91,3 @@ def short_repr(value: Any) -> str:
     """Format a client's value for an error message, shortened."""
     text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def without_marks(value: Any, where: str, named: list[str], depth: int = MAX_DEPTH) -> Any:
-    """Return messages, items, blocks or tools without cache marks. The argument stays as it is.
-
-    Fields with free content, such as arguments and schemas, are not searched.
-
-    Args:
-        value: a list of objects, or anything else, which is returned.
-        where: its place in the request.
-        named: gets the places of the marks.
-        depth: so many levels are searched.
-    """
-    if isinstance(value, list | tuple):
-        return [
-            without_marks(entry, f"{where}[{at}]", named, depth) for at, entry in enumerate(value)
-        ]
-    if not isinstance(value, Mapping) or not depth:
-        return value
-    kept = {}
-    for key, inside in value.items():
-        if key in _MARKS:
-            named += [f"{where}.{key}"] if inside is not None else ()
-        elif key in _LISTS or (key in _OBJECTS and isinstance(inside, Mapping)):
-            kept[key] = without_marks(inside, f"{where}.{key}", named, depth - 1)
-        else:
-            kept[key] = inside
-    return kept

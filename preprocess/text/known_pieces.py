@@ -56,12 +56,13 @@ class KnownPieces:
         max_bytes: limit on what is kept; 0: nothing.
 
     Attributes:
+        seams: places to cut a text.
         counts: parts that were known ("hits") or not ("misses").
     """
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
         self._tokenizer = tokenizer
-        self._seams = find_seams(tokenizer.backend)
+        self.seams = find_seams(tokenizer.backend)
         self._index: SizedIndex[array[int]] = SizedIndex(
             max_bytes, lambda ids: _ENTRY_BYTES + len(ids) * ids.itemsize
         )
@@ -115,7 +116,7 @@ class KnownPieces:
     def _encode(self, text: str, key: bytes, room: _Room) -> tuple[Encoded, int]:
         """Return a piece, and how many of its parts were known."""
         digests, parts, known = [], [], 0
-        for part in self._seams.parts(text, _PART_CHARACTERS) if text else ():
+        for part in self.seams.parts(text, _PART_CHARACTERS) if text else ():
             digest = blake3(part.encode("utf-8", "surrogatepass"), key=key).digest()
             ids = self._index.get(digest)
             if ids is not None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.keys import AdapterIdentity, Roots
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.cache_wishes import strings_of
+from vlm_serve.preprocess.reading.conversation import CacheWishes, Conversation, MediaPart
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
 from vlm_serve.preprocess.text.known_pieces import Encoded
 from vlm_serve.preprocess.text.known_turns import Turns
@@ -97,6 +98,23 @@ class ChatRequest:
         hidden = self._hide(typed)[: len(messages)]
         return self._render(typed, [*hidden, *typed.hide([said]), *turns], True)
 
+    def render_marked(
+        self, typed: TypedText, marked: Conversation, tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """Render a second reading of the conversation, with signs in the places of cache marks.
+
+        Args:
+            tools: instead of its own.
+
+        Raises InvalidRequestError if the template refuses it.
+        """
+        return self._render(
+            typed,
+            typed.hide(self._template.traits.fit(marked)),
+            self._add_generation_prompt,
+            tools=tools,
+        )
+
     def _hide(self, typed: TypedText) -> list[Message]:
         """Return the messages with user text hidden, the same objects each time."""
         if self._hidden is None or self._hidden[0] is not typed:
@@ -108,13 +126,17 @@ class ChatRequest:
         typed: TypedText,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool,
+        *,
+        tools: Sequence[Any] | None = None,
     ) -> str:
+        # What is only rendered this once is not remembered.
+        once = tools is not None
         text = self._template.render(
             messages,
-            tools=typed.hide(self.tools),
+            tools=typed.hide((list(tools or ()) or None) if once else self.tools),
             add_generation_prompt=add_generation_prompt,
             kwargs=typed.hide(self.kwargs),
-            turns=self._turns,
+            turns=None if once else self._turns,
         )
         try:
             text.encode()
@@ -180,6 +202,8 @@ class Rendering:
         pieces: that text, split at the template's special tokens.
         encoded: tokens of every piece of text; None for special tokens.
         cut: there are only the last of them.
+        marks: places in the text up to which the client wants it cached, ascending, with seconds.
+        wishes: what else the client asks of the cache.
     """
 
     roots: Roots
@@ -192,6 +216,8 @@ class Rendering:
     pieces: tuple[PromptPiece, ...]
     encoded: tuple[Encoded | None, ...]
     cut: bool = False
+    marks: tuple[tuple[int, float], ...] = ()
+    wishes: CacheWishes = field(default_factory=CacheWishes)
 
     def system_end(self, message_ends: Sequence[int]) -> int:
         """Return the position after a leading system message, 0 if there is none."""
@@ -315,18 +341,6 @@ _PRIVATE_USE = re.compile("[\ue000-\uf8ff]")
 _ALL_PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-
-
 class TypedText:
     """Substitutes for the special tokens that users typed in one request.
 
@@ -337,7 +351,7 @@ class TypedText:
     """
 
     def __init__(self, data: Any, special_tokens: Sequence[str], pattern: re.Pattern[str]) -> None:
-        strings = _strings(data)
+        strings = strings_of(data)
         wide = [text for text in strings if not text.isascii()]
         used = {character for text in wide for character in _PRIVATE_USE.findall(text)}
         free = (character for character in _ALL_PRIVATE_USE if character not in used)

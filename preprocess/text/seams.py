@@ -74,6 +74,18 @@ class Seams:
                     return at
         return None
 
+    def last(self, text: str) -> int:
+        """Return the last seam of a text; 0 if there is none."""
+        size = 64
+        while True:
+            start = at = max(len(text) - size, 0)
+            last = 0
+            while (seam := self.next(text, at + 1)) is not None:
+                last = at = seam
+            if last or not start:
+                return last
+            size *= 8
+
     def _is_seam(self, pair: str) -> bool:
         known = self._known.get(pair)
         if known is None:

@@ -35,12 +35,24 @@ configs = st.builds(
     ghost_entries=st.sampled_from([0, 4, None]),
     logprob_bytes=st.sampled_from([0, 700, 1 << 20]),
 )
+
+
+def _text(
+    base: list[Segment], turns: int, question: Segment, salt: str, marked: list[float]
+) -> Text:
+    """A text with marks at some shares of its length."""
+    length = len(Text(*base[:turns], question))
+    marks = [1 + int(share * (length - 1)) for share in marked]
+    return Text(*base[:turns], question, salt=salt, marks=marks)
+
+
 texts = st.builds(
-    lambda base, turns, question, salt: Text(*base[:turns], question, salt=salt),
+    _text,
     st.sampled_from(CONVERSATIONS),
     st.integers(1, 5),
     st.sampled_from(QUESTIONS),
     st.sampled_from(["", "", "", "tenant"]),
+    st.lists(st.floats(0.0, 1.0), max_size=2),
 )
 pick = st.integers(0, MAX_RUNS - 1)
 share = st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0])
@@ -127,6 +139,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def upkeep(self, text: Text, what: str, time: int) -> None:
         cache = self.world.cache
         if what == "pin":
+            cache.bring_marks(text.keys)
             _, _, boundary = self.world.expected(text, len(text))
             assert cache.pin(text.keys, time) in (0, boundary)
         elif what == "expire":

@@ -11,7 +11,7 @@ import pytest
 TRAINING = Path(__file__).parents[2] / "train_demo"
 SCRIPTS = (
     *("chat_image", "compare_runs", "live_camera", "make_batch", "make_checkpoint"),
-    *("make_eval_samples", "openai_client", "tune_adapters", "video_qa"),
+    *("make_eval_samples", "openai_client", "steer_cache", "tune_adapters", "video_qa"),
 )
 
 

@@ -95,6 +95,7 @@ class Engine(RequestMaker):
             parts.arithmetic.promise.blamed,
         )
         self._hooks.on_published.append(self.mirror.publish)
+        self._hooks.add(self._inspector, concerns=lambda request: bool(request.prompt.marks))
         self._hooks.add(self._affinity, concerns=lambda request: bool(request.affinity))
         if parts.config.cache_audit:
             self._hooks.add(self._auditor)

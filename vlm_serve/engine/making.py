@@ -128,6 +128,7 @@ class RequestMaker:
             params=dataclasses.replace(params, prediction=""),
             on_delta=on_delta,
             priority=priority,
+            cold=prompt.uncached,
             tenant=tenant,
             bad_words=find_bad_words(params.bad_words, encode),
             grammar=grammar,

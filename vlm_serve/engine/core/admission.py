@@ -81,6 +81,7 @@ class Admitter:
     def match(self, sequence: Sequence) -> Match:
         """Return what the cache has of a waiting sequence."""
         target, needs = self.prefill_end(sequence), self._needs(sequence)
+        self._cache.bring_marks(sequence.keys)
         return self._cache.match(
             sequence.keys,
             limit=target - 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Node
@@ -13,7 +13,7 @@ from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.lookup import Deeper, Segment
 from vlm_serve.engine.core.hooks import Hooks
 from vlm_serve.engine.core.media import MediaPlanner
-from vlm_serve.engine.requests.outputs import CacheReport
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, KeptMark
 from vlm_serve.engine.requests.reports import (
     boundary_key,
     prompt_media,
@@ -21,6 +21,8 @@ from vlm_serve.engine.requests.reports import (
     repeated_spans,
     tokens_by_tier,
 )
+from vlm_serve.engine.requests.sequence import Sequence
+from vlm_serve.preprocess.identity.keys import PromptKeys
 from vlm_serve.preprocess.identity.prompt import Prompt
 
 MAX_WAIT_SECONDS = 3600.0
@@ -75,14 +77,15 @@ class Inspector:
         if self._fetcher is None:
             return None
         limit = len(prompt) - 1
-        match = self._cache.match(prompt.keys, limit=limit)
-        return self._fetcher.look_up(prompt.keys, match, limit)
+        keys = self._keys(prompt)
+        match = self._cache.match(keys, limit=limit)
+        return self._fetcher.look_up(keys, match, limit)
 
     def look_up_embeddings(
         self, prompt: Prompt, deeper: Deeper | None
     ) -> Future[dict[bytes, str]] | None:
         """Start a lookup of the embeddings that the prompt would then need; see `look_up`."""
-        boundary = self._cache.match(prompt.keys, limit=len(prompt) - 1).boundary
+        boundary = self._cache.match(self._keys(prompt), limit=len(prompt) - 1).boundary
         boundary = max(boundary, deeper.boundary if deeper is not None else 0)
         return self._media.locate_below(prompt, boundary)
 
@@ -93,13 +96,13 @@ class Inspector:
         embeddings: Mapping[bytes, str] | None = None,
     ) -> CacheReport:
         """Return the initial report of a request with this prompt. Change nothing."""
-        limit = len(prompt) - 1
-        match = self._cache.match(prompt.keys, limit=limit)
+        limit, keys = len(prompt) - 1, self._keys(prompt)
+        match = self._cache.match(keys, limit=limit)
         boundary, reason = match.boundary, match.reason
         segments: tuple[Segment, ...] = ()
         if deeper is not None and deeper.boundary > boundary:
             boundary, segments = deeper.boundary, deeper.segments
-            reason = "full" if boundary == prompt.keys.last_cut(limit) else reason
+            reason = "full" if boundary == keys.last_cut(limit) else reason
         parts = prompt_segments(boundary, len(prompt), segments)
         decoded, spans, recalled = self._media.forecast(prompt, boundary, embeddings or {})
         encoded = len({span.item for span in spans})
@@ -118,15 +121,35 @@ class Inspector:
             answer_tokens=match.answered,
             segments=parts,
             media=prompt_media(prompt, boundary, {span.start for span in spans}, recalled),
-            snapshots=self._cache.snapshot_positions(prompt.keys, len(prompt)),
-            boundary_key=boundary_key(prompt.keys, boundary),
+            snapshots=self._cache.snapshot_positions(keys, len(prompt)),
+            boundary_key=boundary_key(keys, boundary),
         )
+
+    def _keys(self, prompt: Prompt) -> PromptKeys:
+        """Return a prompt's keys as a request with it would have them: with earlier ones' marks."""
+        keys = prompt.keys.fork()
+        self._cache.bring_marks(keys)
+        return keys
 
     def pin(self, prompt: Prompt, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin the deepest usable prefix; return its number of tokens."""
-        tokens = self._cache.pin(prompt.keys, self.clock() + ttl_seconds, owner)
+        tokens = self._cache.pin(self._keys(prompt), self.clock() + ttl_seconds, owner)
         self._watch()
         return tokens
+
+    def report_first(self, sequence: Sequence, delta: Delta) -> Delta:
+        """Keep the prompt of a request up to its marks, and report how much of it could be kept."""
+        group, prompt = sequence.group, sequence.prompt
+        if group.report is None or group.report.marks:
+            return delta
+        kept = []
+        for mark in reversed(prompt.marks):
+            until = self.clock() + mark.seconds
+            tokens = self._cache.pin(sequence.keys, until, prompt.owner, limit=mark.position)
+            kept.append(KeptMark(mark.position, tokens, mark.seconds))
+        self._watch()
+        group.report = replace(group.report, marks=tuple(reversed(kept)))
+        return replace(delta, cache_report=group.report)
 
     def pin_node(self, node: Node, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin a node and its ancestors; return the number of tokens."""

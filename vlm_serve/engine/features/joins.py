@@ -444,6 +444,7 @@ class Joining:
         """Return the deepest cut up to `limit` that a leader will come past; 0 if it gains too
         little."""
         limit = min(limit, leader.prefill_target)
+        sequence.keys.bring_from(leader.keys)
         keys, least = sequence.keys, max(boundary + self._gain, leader.num_computed + 1)
         cut = shared_cut(keys, leader.keys, least=least, limit=limit)
         if cut or leader.num_computed < boundary or limit <= boundary + self._least_gain:

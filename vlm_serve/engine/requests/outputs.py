@@ -85,6 +85,22 @@ class PromptMedia:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptMark:
+    """A mark of the prompt, and how much of the prompt before it is kept for its time.
+
+    Attributes:
+        position: where it stands.
+        kept_tokens: less than that if no state could be stored there; 0 if pins would hold too
+            much.
+        seconds: how long they are kept.
+    """
+
+    position: int
+    kept_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
     """Cache report of one request (docs/architecture.md#reasons).
 
@@ -110,6 +126,7 @@ class CacheReport:
         segments: the whole prompt, in order, split by source.
         media: its media spans, in order.
         snapshots: positions of the prompt at which the cache has a state now.
+        marks: the client's marks and lifetimes, in order.
         boundary_key: hexadecimal key of the cache's node that ends at `boundary`, None at 0.
         resumed: how often the answer was resumed by another engine; all else describes the first
             attempt.
@@ -134,6 +151,7 @@ class CacheReport:
     segments: tuple[PromptSegment, ...] = ()
     media: tuple[PromptMedia, ...] = ()
     snapshots: tuple[int, ...] = ()
+    marks: tuple[KeptMark, ...] = ()
     boundary_key: str | None = None
     resumed: int = 0
 

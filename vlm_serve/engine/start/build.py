@@ -192,7 +192,7 @@ def _assemble(
     if source.compiled and not compile_steps(model, caches):
         source = replace(source, arithmetic=with_plain_ops(arithmetic))
         loaded = replace(loaded, source=source)
-    make_preprocessor = _preprocessor(source, config, model, max_model_len)
+    make_preprocessor = _preprocessor(loaded, config, max_model_len)
     preprocessor = make_preprocessor()
     executor = _executor(loaded, caches, pools, graphs, config)
     room = steps.adapters if steps is not None and serves_adapters(config) else None
@@ -392,9 +392,10 @@ def device_of(name: str) -> torch.device:
 
 
 def _preprocessor(
-    source: ModelSource, config: EngineConfig, model: Model, max_tokens: int
+    loaded: _Loaded, config: EngineConfig, max_tokens: int
 ) -> Callable[[], Preprocessor]:
     """Return what makes the preprocessor, here or in another process."""
+    source, model = loaded.source, loaded.model
     assert config.block_size is not None
     judges = config.task in ("rerank", "classify") and model.spec.vision is None
     thoughtless = {"enable_thinking": False} if judges else {}
@@ -425,6 +426,9 @@ def _preprocessor(
         template_file=config.chat_template,
         template_kwargs={**thoughtless, **(config.chat_template_kwargs or {})},
         sentences=Sentences.of(source.path) if config.task == "embed" else None,
+        # Chunks of a state's prefill end at cut points. Only compiled kernels have the same bits
+        # wherever chunks end.
+        marks_cut=source.compiled or not loaded.layout.has_state,
     )
 
 

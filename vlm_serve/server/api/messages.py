@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from vlm_serve.errors import FieldError
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import AskedMark, Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.answers.generation import Generation
@@ -97,6 +97,7 @@ class MessagesPrompt(AnswerRequest):
     tool_choice: Table[Any] | None = None
     thinking: Table[Any] | None = None
     chat_template_kwargs: Table[Any] | None = None
+    cache_control: Table[Any] | None = None
     context_management: Table[Any] | None = None
     output_config: OutputConfig | None = None
     output_format: Table[Any] | None = None
@@ -152,16 +153,6 @@ class MessagesPrompt(AnswerRequest):
             conversation.ignored.append("context_management")
         return known or None
 
-    @property
-    def lifetime(self) -> str:
-        """Lifetime that the last cache mark asks for, "1h" or "5m". Written tokens are counted by
-        it."""
-        tools = [tool.model_extra or {} for tool in self.tools or ()]
-        said = [(each.model_extra or {}) | {"content": each.content} for each in self.messages]
-        blocks = [*tools, {"content": self.system}, *said, self.model_extra or {}]
-        marks = list(_marks(blocks))
-        return "1h" if marks and marks[-1].get("ttl") == "1h" else "5m"
-
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
         kind = choice.get("type")
@@ -173,16 +164,6 @@ class MessagesPrompt(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
-
-
-def _marks(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cache marks of blocks, in their order."""
-    for block in blocks:
-        inner, mark = block.get("content"), block.get("cache_control")
-        if isinstance(inner, list):
-            yield from _marks([each for each in inner if isinstance(each, dict)])
-        if isinstance(mark, dict):
-            yield mark
 
 
 def _form_of(form: dict[str, Any] | None, place: str) -> StructuredOutputs | None:
@@ -248,6 +229,7 @@ class MessageStream(BlockStream):
     def __init__(
         self,
         body: MessagesRequest,
+        marks: Sequence[AskedMark],
         chat: ConversationTask,
         comparison: Comparison | None,
         generations: Sequence[Generation],
@@ -258,7 +240,8 @@ class MessageStream(BlockStream):
         self._request = body
         self._chat = chat
         self._generation = generation
-        self._lifetime = body.lifetime
+        # Written tokens are counted by the lifetime of the last mark.
+        self._lifetime = "1h" if marks and marks[-1].ttl == "1h" else "5m"
         self._comparison = comparison
 
     def start(self) -> list[Event]:
@@ -411,5 +394,5 @@ def _spec(incoming: Incoming, body: MessagesRequest, conversation: Conversation)
     if asked is not None:
         parsed.conversation.ignored += [f"diagnostics.{name}" for name in asked.model_extra or ()]
         comparison = Comparison(incoming, body, parsed.conversation, asked.previous_message_id)
-    stream_of = partial(MessageStream, body, chat, comparison)
+    stream_of = partial(MessageStream, body, parsed.conversation.cache.marks, chat, comparison)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers, named=True)

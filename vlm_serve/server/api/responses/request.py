@@ -18,6 +18,7 @@ from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     AnswerRequest,
     Items,
+    PromptCacheOptions,
     RequestModel,
     Table,
     Verbosity,
@@ -59,7 +60,7 @@ class ResponsesTool(RequestModel):
     strict: bool | None = None
 
 
-class PromptCacheOptions(RequestModel):
+class ResponsesCacheOptions(PromptCacheOptions):
     prewarm: bool | None = None
     comparison_response_id: str | None = Field(None, max_length=MAX_ANSWER_ID)
 
@@ -81,7 +82,7 @@ class ResponsesRequest(AnswerRequest):
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: Whole | None = None
     chat_template_kwargs: Table[Any] | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_options: ResponsesCacheOptions | None = None
 
     @property
     def only_prompt(self) -> bool:

@@ -16,6 +16,7 @@ from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     GenerationRequest,
     Items,
+    PromptCacheOptions,
     RequestModel,
     Table,
     Verbosity,
@@ -93,6 +94,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     reasoning_effort: str | None = None
     verbosity: Verbosity | None = None
     prediction: Prediction | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @property
     def old_functions(self) -> bool:
@@ -112,6 +114,10 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
             InvalidRequestError: a field is invalid; the error names it.
         """
         check_stream(self.stream, self.stream_options, self.prompt_logprobs)
+        options = self.prompt_cache_options or PromptCacheOptions()
+        conversation.ignored += [
+            f"prompt_cache_options.{name}" for name in options.model_extra or ()
+        ]
         conversation = set_variables(
             conversation, traits, effort=self.reasoning_effort, verbosity=self.verbosity
         )

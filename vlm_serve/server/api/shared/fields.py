@@ -117,6 +117,13 @@ class AnswerRequest(RequestModel):
         return dataclasses.replace(usage, completion_tokens=0) if self.only_prompt else usage
 
 
+class PromptCacheOptions(RequestModel):
+    """Options for the cache in OpenAI's form; the reader of conversations acts upon them."""
+
+    mode: str | None = None
+    ttl: str | None = None
+
+
 def check_stream(
     stream: bool | None, stream_options: StreamOptions | None, prompt_logprobs: int | None
 ) -> None:
@@ -198,6 +205,12 @@ class PromptMediaBody(BaseModel):
     source: str
 
 
+class KeptMarkBody(BaseModel):
+    position: int
+    kept_tokens: int
+    seconds: float
+
+
 class CacheReportBody(BaseModel):
     prompt_tokens: int
     kv_boundary: int
@@ -219,6 +232,7 @@ class CacheReportBody(BaseModel):
     media: list[PromptMediaBody]
     snapshots: list[int]
     boundary_key: str | None
+    marks: Optional[list[KeptMarkBody]] = None
     resumed: Optional[int] = None
 
 
@@ -314,8 +328,9 @@ def routed_experts_fields(delta: Delta) -> dict[str, Any]:
 
 def cache_report_fields(report: CacheReport) -> dict[str, Any]:
     fields = dataclasses.asdict(report)
-    if not report.resumed:
-        del fields["resumed"]
+    for name in ("marks", "resumed"):
+        if not fields[name]:
+            del fields[name]
     return fields
 
 

@@ -68,11 +68,9 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a chat-like API refuses, with their neutral values.
 
-    Chat fields that it does not declare would change the answer, so it does not ignore them, but
-    for those of streams.
+    Chat fields that it does not declare would change the answer, so it does not ignore them.
     """
-    of_streams = {"stream_options", "return_progress"}
-    chat = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - of_streams, ())
+    chat = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - _AIDS, ())
     aids: dict[str, tuple[Any, ...]] = {
         "logprobs": (False,),
         "top_logprobs": (0,),
@@ -82,6 +80,8 @@ def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
     return UNIMPLEMENTED | chat | options_elsewhere(api) | aids
 
 
+_AIDS = {"prompt_cache_options", "return_progress", "stream_options"}
+"""Chat fields that change no answer."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}", re.ASCII)
 
 
