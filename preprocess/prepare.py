@@ -52,6 +52,7 @@ from vlm_serve.preprocess.text.rendering import (
     PromptPiece,
     Rendering,
     TypedText,
+    answer_begun,
     last_pieces,
     split_pieces,
     texts_of,
@@ -394,7 +395,9 @@ class Preprocessor:
         texts = [typed.restore(piece.text) for piece in kept if not piece.is_special]
         encoded = iter(self.known_text.pieces.encode_all(texts, cache_salt, near, unseen))
         tokens = tuple(None if piece.is_special else next(encoded) for piece in kept)
-        cut = kept != pieces
+        cut = kept != pieces or conversation.answer_ids is not None
+        if conversation.answer_ids:
+            kept, tokens = answer_begun(kept, tokens, conversation.answer_ids)
         return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, tokens, cut)
 
     def _check_length(

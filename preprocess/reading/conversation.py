@@ -81,6 +81,7 @@ class Conversation:
         ignored: places in the request of what has no effect here, or another one than named.
         references: places of items that only name an item of a stored response. They are left out.
         in_result: what is being read belongs to the result of a tool.
+        answer_ids: tokens with which the answer begins, whose prompt nobody continues; None: any.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Conversation:
     ignored: list[str] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
     in_result: bool = False
+    answer_ids: tuple[int, ...] | None = None
 
     @property
     def names_media(self) -> bool:
