@@ -73,13 +73,39 @@ class Answer:
         return max(0.0, 1 - distance * count / sum(abs(at - middle) for at in range(count)))
 
 
+def ask(
+    about: Conversation,
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    traits: TemplateTraits,
+) -> list[Asked]:
+    """Return the questions about an input, to be answered without a thought.
+
+    Args:
+        tokenizer, traits: the model's.
+
+    Raises InvalidRequestError, naming the part of a question at fault.
+    """
+    if SWITCH in traits.variables:
+        about = replace(about, template_kwargs={SWITCH: False} | about.template_kwargs)
+    trees = dict[tuple[str, ...], LabelTree]()
+    asked = []
+    for question in questions:
+        labels = labels_of(question.kind, len(question.options))
+        if labels not in trees:
+            trees[labels] = LabelTree.of([tokenizer.encode_plain(label) for label in labels])
+        asked.append(Asked(about, question, labels, trees[labels]))
+    return asked
+
+
 class Asked:
     """A question about an input.
 
     Args:
         about: the input.
         question: what is asked.
-        tokenizer, traits: the model's.
+        labels: of its options.
+        tree: their tokens.
 
     Attributes:
         prompts: conversations, each with the tokens that may come next. There is one for each
@@ -92,17 +118,14 @@ class Asked:
         self,
         about: Conversation,
         question: Question,
-        tokenizer: Tokenizer,
-        traits: TemplateTraits,
+        labels: Sequence[str],
+        tree: LabelTree,
     ) -> None:
         self.question = question
-        labels = labels_of(question.kind, len(question.options))
         asked = conversation_about(about, question, labels)
-        if SWITCH in traits.variables:
-            asked.template_kwargs = {SWITCH: False} | asked.template_kwargs
-        self._tree = LabelTree.of([tokenizer.encode_plain(label) for label in labels])
+        self._tree = tree
         self.prompts = [
-            (replace(asked, answer_ids=each.ids), each.following) for each in self._tree.shared
+            (replace(asked, answer_ids=each.ids), each.following) for each in tree.shared
         ]
 
     def answer(self, told: Sequence[Mapping[int, float]], refuse_below: float = 0.0) -> Answer:
