@@ -23,6 +23,8 @@ APIS = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/inference/v1/generate": "generate",
+    "/v1/decisions": "decisions",
+    "/v1/systemone": "systemone",
     "/v1/cache/probe": "chat",
     "/v1/cache/pin": "chat",
 }
