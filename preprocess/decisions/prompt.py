@@ -22,18 +22,18 @@ def conversation_about(
 
     Raises InvalidRequestError, naming the part of the question at fault.
     """
+    where = f"{question.place}.instructions"
     asked = replace(about, messages=list(about.messages), media=list(about.media))
     last = asked.messages[-1]
     joins = last["role"] == "user"
     given = last.get("content") if joins else None
     before = [text_part(given)] if isinstance(given, str) else list(given or ())
     for piece in (*(("\n\n",) if joins else ()), *said(question, labels)):
-        if isinstance(piece, str) and before and before[-1]["type"] == "text":
-            before[-1] = text_part(before[-1]["text"] + piece)
-        elif isinstance(piece, str):
-            before.append(text_part(piece))
+        part = text_part(piece) if isinstance(piece, str) else read_part(piece, where, asked)
+        if part["type"] == "text" and before and before[-1]["type"] == "text":
+            before[-1] = text_part(before[-1]["text"] + part["text"])
         else:
-            before.append(read_part(piece, f"{question.place}.instructions", asked))
+            before.append(part)
     plain = len(before) == 1 and not isinstance(given, list)
     content: Any = before[0]["text"] if plain else before
     asked.messages[len(asked.messages) - joins :] = [{"role": "user", "content": content}]

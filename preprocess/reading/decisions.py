@@ -150,11 +150,7 @@ def _item(item: Any, where: str) -> Any:
     if not isinstance(item, Mapping):
         return item
     lists = {name: item[name] for name in _ITEM_LISTS if isinstance(item.get(name), list | tuple)}
-    shown = {
-        name: [_text_for(part, f"{where}.{name}[{at}]") for at, part in enumerate(parts)]
-        for name, parts in lists.items()
-    }
-    return {**item, **shown}
+    return {**item, **{name: _said(parts, f"{where}.{name}") for name, parts in lists.items()}}
 
 
 def _text_for(part: Any, where: str) -> Any:
@@ -181,16 +177,7 @@ def _said(given: Any, where: str) -> Said:
     if isinstance(given, str):
         return (given,)
     parts = list_of(given, where, "text or a list of parts")
-    shown = (_text_for(part, f"{where}[{at}]") for at, part in enumerate(parts))
-    return tuple(part["text"] if _is_text(part) else part for part in shown)
-
-
-def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") in ("input_text", "text")
-        and isinstance(part.get("text"), str)
-    )
+    return tuple(_text_for(part, f"{where}[{at}]") for at, part in enumerate(parts))
 
 
 def _kind(question: Mapping[str, Any], kinds: Sequence[K], where: str) -> K:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, Literal, TypeVar
@@ -39,6 +39,7 @@ from vlm_serve.server.api.shared.fields import (
     Table,
     add_usage,
     cache_report_body,
+    usage_body,
 )
 from vlm_serve.server.api.shared.request_body import affinity_of, read_prompt
 from vlm_serve.server.api.shared.sampling import ToolChoice
@@ -67,73 +68,37 @@ class SystemOneRequest(QuestionsRequest):
     assets: Table[Table[Any]] | None = None
 
 
-class Named(BaseModel):
+class OptionProbability(BaseModel):
+    """Of a choice by its value, of a level by its number and label."""
+
+    value: str | bool | int
+    label: Optional[str] = None
+    probability: float
+
+
+class DecisionAnswer(BaseModel):
+    """An answer; the fields beside `type` and `name` depend on the type."""
+
+    type: Literal["predicate", "choice", "score", "refusal"]
     name: str | None
-
-
-class Refusal(Named):
-    type: Literal["refusal"] = "refusal"
-
-
-class Predicate(Named):
-    type: Literal["predicate"] = "predicate"
-    probability: float
-
-
-class ChoiceProbability(BaseModel):
-    value: str | bool
-    probability: float
-
-
-class Choice(Named):
-    type: Literal["choice"] = "choice"
-    choice: str | bool
-    confidence: float
-    probabilities: list[ChoiceProbability]
-
-
-class LevelProbability(BaseModel):
-    value: int
-    label: str
-    probability: float
-
-
-class Score(Named):
-    type: Literal["score"] = "score"
-    score: float
-    confidence: float
-    probabilities: list[LevelProbability]
-
-
-class CachedTokens(BaseModel):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class ReasoningTokens(BaseModel):
-    reasoning_tokens: int = 0
-
-
-class DecisionUsage(BaseModel):
-    """The tokens of all prompts. The input counts for each, with its reuse in `cached_tokens`."""
-
-    input_tokens: int
-    input_tokens_details: CachedTokens
-    output_tokens: int = 0
-    output_tokens_details: ReasoningTokens = ReasoningTokens()
-    total_tokens: int
+    probability: Optional[float] = None
+    choice: Optional[str | bool] = None
+    score: Optional[float] = None
+    confidence: Optional[float] = None
+    probabilities: Optional[list[OptionProbability]] = None
 
 
 class Judged(BaseModel):
-    """The fields that both answers share. Reports are those of the prompts, in their order."""
+    """The fields that both responses share. The usage counts the input for each prompt; reports are
+    those of the prompts, in their order."""
 
     model: str
-    usage: DecisionUsage
+    usage: dict[str, Any]
     cache_report: Optional[list[CacheReportBody]] = None
 
 
 class Decision(Judged):
-    answers: list[Predicate | Choice | Score | Refusal]
+    answers: list[DecisionAnswer]
 
 
 class SystemOne(Judged):
@@ -164,93 +129,46 @@ async def systemone(service: Service, request: Request) -> Response:
     return await _answer(service, request, "systemone", SystemOneRequest, questions_of, made)
 
 
-def _decided(answer: Answer) -> Predicate | Choice | Score | Refusal:
+def _decided(answer: Answer) -> DecisionAnswer:
     """Return an answer in the form of `openai.types.Decision`."""
-    pairs = list(zip(answer.question.options, answer.probabilities, strict=True))
+    kind = answer.question.kind
     if answer.refused:
-        return Refusal(name=answer.name)
-    if answer.question.kind == "predicate":
-        return Predicate(name=answer.name, probability=answer.probability)
-    if answer.question.kind == "choice":
-        return Choice(
-            name=answer.name,
-            choice=answer.choice,
-            confidence=answer.confidence,
-            probabilities=[
-                ChoiceProbability(value=option.value, probability=each) for option, each in pairs
-            ],
-        )
-    levels = [
-        LevelProbability(value=at, label=option.value, probability=each)
+        return DecisionAnswer(type="refusal", name=answer.name)
+    if kind == "predicate":
+        return DecisionAnswer(type=kind, name=answer.name, probability=answer.probability)
+    pairs = zip(answer.question.options, answer.probabilities, strict=True)
+    told = [
+        OptionProbability(value=option.value, probability=each)
+        if kind == "choice"
+        else OptionProbability(value=at, label=option.value, probability=each)
         for at, (option, each) in enumerate(pairs)
     ]
-    return Score(
-        name=answer.name, score=answer.score, confidence=answer.confidence, probabilities=levels
+    found: dict[str, Any] = {kind: answer.choice if kind == "choice" else answer.score}
+    return DecisionAnswer(
+        type=kind, name=answer.name, confidence=answer.confidence, probabilities=told, **found
     )
 
 
 def _judged(answer: Answer) -> dict[str, Any]:
     """Return an answer in the form of System One."""
-    question = answer.question
+    kind, options = answer.question.kind, answer.question.options
     if answer.refused:
         return {"type": "refusal"}
-    if question.kind == "predicate":
+    if kind == "predicate":
         return {"type": "noul", "noul": answer.probability}
-    names = [option.name for option in question.options]
-    rest = {
-        "confidence": answer.confidence,
-        "probabilities": dict(zip(names, answer.probabilities, strict=True)),
-    }
-    if question.kind == "choice":
-        return {"type": "choice", "choice": answer.choice, **rest}
-    legend = {option.name: option.value for option in question.options}
-    return {"type": "score", "score": answer.score, "legend": legend, **rest}
+    found: dict[str, Any] = {"type": kind, "confidence": answer.confidence}
+    pairs = zip(options, answer.probabilities, strict=True)
+    found["probabilities"] = {option.name: each for option, each in pairs}
+    if kind == "choice":
+        return found | {"choice": answer.choice}
+    legend = {option.name: option.value for option in options}
+    return found | {"score": answer.score, "legend": legend}
 
 
 B = TypeVar("B", bound=QuestionsRequest)
 Reply = Callable[[list[Answer], dict[str, Any]], BaseModel]
 """Makes a response of the answers and of the fields that both responses share."""
 Told = tuple[Generation, Mapping[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    """How to respond to a validated request.
-
-    Attributes:
-        tasks: one for each prompt of the questions, in their order.
-        model: its name in the response.
-        reports: whether the response has the prompts' cache reports.
-    """
-
-    asked: Sequence[Asked]
-    tasks: Sequence[Task]
-    model: str
-    refuse_below: float
-    reports: bool
-    headers: Mapping[str, str]
-
-    def body(self, told: Sequence[Told], reply: Reply) -> BaseModel:
-        """Return the response for what each task has told."""
-        rows = iter([row for _, row in told])
-        answers = [
-            asked.answer([next(rows) for _ in asked.prompts], self.refuse_below)
-            for asked in self.asked
-        ]
-        usage = add_usage([generation.usage for generation, _ in told])
-        cached = CachedTokens(
-            cached_tokens=usage.cached_tokens, cache_write_tokens=usage.written_tokens
-        )
-        counted = DecisionUsage(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details=cached,
-            total_tokens=usage.prompt_tokens,
-        )
-        shared: dict[str, Any] = {"model": self.model, "usage": counted}
-        if self.reports:
-            reports = [cache_report_body(generation.cache_report) for generation, _ in told]
-            shared["cache_report"] = [report for report in reports if report is not None]
-        return reply(answers, shared)
 
 
 async def _answer(
@@ -268,47 +186,63 @@ async def _answer(
         ClientGoneError: the client disconnected.
     """
     incoming = Incoming(service, request.scope, monotonic())
-    use = partial(_spec, incoming, api, questions_of)
-    spec = await read_prompt(service, request, api, model, use)
-    told = await until_disconnected(request, _told(service, spec.tasks))
-    body = spec.body(told, reply).model_dump_json()
-    return Response(body, headers=dict(spec.headers), media_type="application/json")
+    tokenizer, traits = service.tokenizer, service.engine.preprocessor.template_traits
+
+    def read(body: B, about: Conversation) -> tuple[B, Mapping[str, str], list[Asked], list[Task]]:
+        if body.stream:
+            raise InvalidRequestError("stream is not possible here", param="stream")
+        check_mass(body.refuse_below or 0.0)
+        headers = ignored_header(ignored_fields(body.model_extra or {}), about.ignored)
+        asked = ask(about, questions_of(body), tokenizer, traits)
+        prompts = enumerate(prompt for each in asked for prompt in each.prompts)
+        return body, headers, asked, [_task(incoming, api, body, *each) for each in prompts]
+
+    body, headers, asked, tasks = await read_prompt(service, request, api, model, read)
+    told = await until_disconnected(request, _told(service, tasks))
+    rows = iter([row for _, row in told])
+    answers = [
+        each.answer([next(rows) for _ in each.prompts], body.refuse_below or 0.0) for each in asked
+    ]
+    generations = [generation for generation, _ in told]
+    shared: dict[str, Any] = {"model": service.state.resolve_model(body.model)}
+    shared["usage"] = _usage(generations)
+    if body.cache_report:
+        shared["cache_report"] = [cache_report_body(each.cache_report) for each in generations]
+    content = reply(answers, shared).model_dump_json()
+    return Response(content, headers=dict(headers), media_type="application/json")
 
 
-def _spec(
+def _task(
     incoming: Incoming,
     api: str,
-    questions_of: Callable[[B], list[Question]],
-    body: B,
-    about: Conversation,
-) -> _Spec:
-    if body.stream:
-        raise InvalidRequestError("stream is not possible here", param="stream")
-    refuse_below = body.refuse_below or 0.0
-    check_mass(refuse_below)
-    service, ignored = incoming.service, ignored_fields(body.model_extra or {})
-    preprocessor, scope = service.engine.preprocessor, incoming.key_scope(body)
-    asked = ask(about, questions_of(body), preprocessor.tokenizer, preprocessor.template_traits)
-    names = {"messages": "input" if api == "decisions" else "state"}
-
-    def task(number: int, conversation: Conversation, tokens: tuple[int, ...]) -> Task:
-        parsed = ParsedRequest(conversation, telling(tokens), ToolChoice("none", (), False))
-        prepare = partial(parsed.prepare, service, scope)
-        affinity = affinity_of(incoming.scope)
-        made = incoming.task(
-            body, prepare, parsed.params, names=names, affinity=affinity, number=number
-        )
-        return replace(made, attempt=None)
-
-    prompts = [prompt for each in asked for prompt in each.prompts]
-    return _Spec(
-        asked,
-        [task(number, *prompt) for number, prompt in enumerate(prompts)],
-        service.state.resolve_model(body.model),
-        refuse_below,
-        bool(body.cache_report),
-        ignored_header(ignored, about.ignored),
+    body: QuestionsRequest,
+    number: int,
+    prompt: tuple[Conversation, tuple[int, ...]],
+) -> Task:
+    """Return the task of a prompt whose next tokens are told; there is no other attempt at it."""
+    scope, params = incoming.key_scope(body), telling(prompt[1])
+    parsed = ParsedRequest(prompt[0], params, ToolChoice("none", (), parallel=False))
+    made = incoming.task(
+        body,
+        partial(parsed.prepare, incoming.service, scope),
+        params,
+        names={"messages": "input" if api == "decisions" else "state"},
+        affinity=affinity_of(incoming.scope),
+        number=number,
     )
+    return replace(made, attempt=None)
+
+
+def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    prompts = [generation.prompt for generation in generations]
+    counts = usage_body(add_usage([generation.usage for generation in generations]), *prompts)
+    return {
+        "input_tokens": counts.prompt_tokens,
+        "input_tokens_details": counts.prompt_tokens_details.model_dump(),
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counts.prompt_tokens,
+    }
 
 
 async def _told(service: Service, tasks: Sequence[Task]) -> list[Told]:
