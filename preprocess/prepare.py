@@ -54,6 +54,7 @@ from vlm_serve.preprocess.text.rendering import (
     PromptPiece,
     Rendering,
     TypedText,
+    answer_begun,
     last_pieces,
     split_pieces,
     texts_of,
@@ -400,7 +401,9 @@ class Preprocessor:
         texts = [typed.restore(piece.text) for piece in kept if not piece.is_special]
         encoded = iter(self.known_text.pieces.encode_all(texts, cache_salt, near, unseen))
         tokens = tuple(None if piece.is_special else next(encoded) for piece in kept)
-        cut = kept != pieces
+        cut = kept != pieces or conversation.answer_ids is not None
+        if conversation.answer_ids:
+            kept, tokens = answer_begun(kept, tokens, conversation.answer_ids)
         marks = () if cut else places_of(request, typed, text, self._marked(conversation))
         return Rendering(
             roots,

@@ -17,7 +17,8 @@ from vlm_serve.kernels.sampling import DRAWN, GREEDY, REPORT, Found, Mark, Rows
 from vlm_serve.kernels.sampling import triton as sampling
 from vlm_serve.kernels.sampling.reference import PROMPT
 
-MOST = 5
+MOST, NAMED = 5, 40
+"""Likeliest tokens that a row tells, and named ones."""
 
 
 class Case:
@@ -54,6 +55,11 @@ class Case:
                 ids += some
                 values += [rng.choice([-100.0, -2.5, 3.0, 40.0]) for _ in some]
             told = rng.random() < 0.3
+            likeliest = rng.randint(1, MOST) if told else 0
+            end = len(ids)
+            named = rng.sample(range(vocab), rng.choice([0, 2, NAMED])) if told else []
+            ids += named
+            values += [0.0] * len(named)
             top_k = rng.choice([0, 0, 0, 1, 5, 20, 40, 100, vocab, vocab + 3])
             mark = Mark(
                 line,
@@ -63,13 +69,15 @@ class Case:
                 rng.choice([-1, -2, 7]) if slot >= 0 else -1,
                 rng.choice([-1, -1, 0, 1]),
                 first,
-                len(ids),
-                int(told),
+                end,
+                likeliest + int(told),
                 int(changed),
+                end,
+                len(ids),
             )
             marks.append(mark)
             if told:
-                reports.append(Mark(line, REPORT, rng.randint(1, MOST), told=line))
+                reports.append(Mark(line, REPORT, likeliest, told=line))
             top_p = rng.choice([2.0, 2.0, 0.95, 0.5, 1e-300])
             min_p = rng.choice([0.0, 0.0, 0.0, 0.1, 0.01, 1.0])
             temperature = rng.choice([1.0, 0.7, 0.1, 1.9]) if kind == DRAWN else 1.0
@@ -98,7 +106,8 @@ class Case:
     def sampled(self, by: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         """Ids, log-probabilities, following tokens and counts."""
         own = self.own
-        found = Found(torch.zeros(2, own, 1 + MOST, dtype=torch.int32), torch.zeros(own).long())
+        shape = 2, own, 1 + MOST + NAMED
+        found = Found(torch.zeros(shape, dtype=torch.int32), torch.zeros(own).long())
         counts = self.counts.clone()
         by(self.logits, self.rows, counts, found, **options)
         return found.tokens[0], found.tokens[1].view(torch.float32), found.following, counts

@@ -76,7 +76,7 @@ SAMPLING = (
     ("SequenceSampler.choose", "the mask of a grammar"),
     ("SequenceSampler._changed", "`logit_bias` and penalties"),
     ("SequenceSampler._draw", "`temperature`, `top_k`, `top_p`, `min_p` and the draw"),
-    ("_top_logprobs", "log-probabilities"),
+    ("SequenceSampler._reported", "log-probabilities"),
 )
 """Functions of engine/steps/sampler.py and what they are for."""
 BEST = "find_argmax"

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from vlm_serve.errors import FailedItemsError, VlmServeError
     from vlm_serve.options.config import EngineConfig
     from vlm_serve.pipeline.output import Choice, Output
-    from vlm_serve.pipeline.pipeline import Pipeline
+    from vlm_serve.pipeline.pipeline import Answer, Pipeline
     from vlm_serve.sampling_params import SamplingParams
     from vlm_serve.structured_outputs import StructuredOutputs
 
 __all__ = [
+    "Answer",
     "CacheReport",
     "Choice",
     "Delta",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Answer": "vlm_serve.pipeline",
     "CacheReport": "vlm_serve.engine.requests.outputs",
     "Choice": "vlm_serve.pipeline",
     "Delta": "vlm_serve.engine.requests.outputs",

@@ -203,6 +203,13 @@ def add_batch_commands(commands: Any) -> None:
         metavar="TEXT",
         help="asked about every video; may be given repeatedly",
     )
+    video.add_argument(
+        "--choices",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="every answer is one of these texts, with probabilities",
+    )
     video.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
     video.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     _add_batch_options(video)
@@ -341,7 +348,9 @@ def run_video_qa(options: argparse.Namespace) -> int:
         options.output,
         *configured,
         questions=options.question,
-        options=video_qa.AnswerOptions(options.max_tokens, options.temperature),
+        options=video_qa.AnswerOptions(
+            options.max_tokens, options.temperature, tuple(options.choices)
+        ),
         concurrency=options.concurrency,
     )
 

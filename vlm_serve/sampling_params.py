@@ -181,6 +181,13 @@ class SamplingParams:
         MAX_LOGPROBS,
         apis=("completions", "generate"),
     )
+    logprob_token_ids: tuple[int, ...] = option(
+        (),
+        "tokens whose log-probabilities are reported beside those of `logprobs`, which it needs",
+        0,
+        apis=(),
+        size=(0, 1024),
+    )
     prompt_logprobs: int | None = option(
         None,
         "how many alternatives to report per prompt token, at most `--max-logprobs` (20); not in a "
@@ -263,6 +270,8 @@ class SamplingParams:
             raise FieldError("truncate_prompt_tokens", "must be at least 1, or -1")
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise FieldError("prompt_logprobs_start", "needs prompt_logprobs")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise FieldError("logprob_token_ids", "needs logprobs")
         if self.routed_experts_prompt_start and not self.return_routed_experts:
             raise FieldError("routed_experts_prompt_start", "needs return_routed_experts")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

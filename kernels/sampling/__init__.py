@@ -31,8 +31,10 @@ class Mark(NamedTuple):
         newest: the token that is counted beside them; -1 for none, -2 for that of `before`.
         mask: its row of the masks; -1 allows all tokens.
         first_bias, end_bias: its part of the biases.
-        told: whether the token's log-probability is wanted; of a report, the row that it is of.
+        told: 0 if no log-probability is wanted; else 1 plus how many likeliest are told. Of a
+            report, the row that it is of.
         changed: whether biases and penalties apply.
+        first_named, end_named: its part of the biases' ids: further tokens that are told.
     """
 
     line: int
@@ -45,6 +47,8 @@ class Mark(NamedTuple):
     end_bias: int = 0
     told: int = 0
     changed: int = 0
+    first_named: int = 0
+    end_named: int = 0
 
 
 _sample = Op(reference.sample_rows, triton="vlm_serve.kernels.sampling.triton:sample_rows")

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     Attributes:
         numbers: float64 `[R, 8]`: temperature, top_p (2 for none), min_p, draw in [0, 1),
             repetition penalty, presence penalty, frequency penalty.
-        marks: int32 `[R, 10]`, see `Mark`.
+        marks: int32 `[R, 12]`, see `Mark`.
         masks: uint8 `[M, bytes]`: bit `i % 8` of byte `i // 8` allows token i.
         bias_ids, bias_values: int32 and float32, by rows, ascending ids.
         before: int64 `[tokens]`, the newest token of each row that the host does not know.
@@ -41,8 +41,8 @@ class Found(NamedTuple):
 
     Attributes:
         tokens: int32 `[2, S, 1 + most]`, of the S rows that are no reports: token (`UNSOUND`
-            without one), then the ids of its report, the likeliest first; below it the bits of
-            their float32 log-probabilities.
+            without one), then the ids of its report, the likeliest first, and those of its named
+            tokens; below them the bits of their float32 log-probabilities.
         following: int64 `[>= S]`: the tokens again, 0 for `UNSOUND`.
     """
 
@@ -64,7 +64,7 @@ def sample_rows(
     numbers = rows.numbers.tolist()
     drawn, counted = list[tuple[int, torch.Tensor]](), list[tuple[int, int]]()
     for row, mark in enumerate(rows.marks.tolist()):
-        line, kind, top_k, slot, newest, mask, first, end, told, changed = mark
+        line, kind, top_k, slot, newest, mask, first, end, told, changed = mark[:10]
         if kind == 2:
             logprobs = log_softmax(logits[line])
             best, ids = torch.sort(logprobs, descending=True, stable=True)
@@ -89,8 +89,12 @@ def sample_rows(
             rows.marks[places, 2].long(),
         ).int()
     for row, mark in enumerate(rows.marks[: len(own)].tolist()):
-        if mark[8]:
-            values[row, 0] = log_softmax(logits[mark[0]])[max(0, int(own[row, 0]))]
+        line, told, (first, end) = mark[0], mark[8], mark[10:]
+        if told:
+            logprobs, place = log_softmax(logits[line]), slice(told, told + end - first)
+            values[row, 0] = logprobs[max(0, int(own[row, 0]))]
+            own[row, place] = rows.bias_ids[first:end]
+            values[row, place] = logprobs[own[row, place].long()]
     into.following[: len(own)] = own[:, 0].clamp(min=0)
     for slot, token in counted:
         counts[slot, token] += 1

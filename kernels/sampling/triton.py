@@ -33,12 +33,14 @@ _PART = tl.constexpr(1024)
 """Bins that are summed together."""
 _AT_ONCE = tl.constexpr(8)
 """Members that all others are compared with together."""
+_NAMED = tl.constexpr(32)
+"""Named tokens that are told together."""
 _WARPS = 8
 
 _PROMPT = tl.constexpr(1 << 30)
 _UNSOUND = tl.constexpr(-1)
 _NUMBERS = tl.constexpr(8)
-_MARKS = tl.constexpr(10)
+_MARKS = tl.constexpr(12)
 _WEIGHT_UNITS = tl.constexpr(2.0**40)
 _UNITS = tl.constexpr(2.0**52)
 _UNIT = tl.constexpr(2.0**-52)
@@ -487,6 +489,24 @@ def _report(work, row, count, top_k, high, logarithm, out, below):
 
 
 @triton.jit
+def _tell_named(of, row, high, logarithm, out, below):
+    """Store the ids and log-probabilities of a row's named tokens behind its report."""
+    logits, rows, _, stride, _ = of
+    marks = rows.marks + row * _MARKS
+    line = tl.load(marks).to(tl.int64)
+    first = tl.load(marks + 10)
+    end = tl.load(marks + 11)
+    begin = out + tl.load(marks + 8)
+    for part in range(first, end, _NAMED):
+        index = part + tl.arange(0, _NAMED)
+        ids = tl.load(rows.bias_ids + index, mask=index < end, other=0)
+        own = tl.load(logits + line * stride + ids, mask=index < end, other=0.0)
+        tl.store(begin + index - first, ids, mask=index < end)
+        values = ((own - high) - logarithm).to(tl.int32, bitcast=True)
+        tl.store(begin + index - first + below, values, mask=index < end)
+
+
+@triton.jit
 def _drawn(of, work, row, scale, count, floor, total):
     """Draw a token of a row: of the first ones of all its tokens, listed or not."""
     numbers = of[1].numbers + row * _NUMBERS
@@ -566,6 +586,7 @@ def _draw_kernel(
         if told != 0:
             own = tl.load(logits + tl.load(marks).to(tl.int64) * stride + taken)
             tl.store(out + values, ((own - high) - logarithm).to(tl.int32, bitcast=True))
+            _tell_named(of, row, high, logarithm, out, values)
         slot = tl.load(marks + 3).to(tl.int64)
         newest = _newest(rows, row)
         tl.debug_barrier()

@@ -119,6 +119,7 @@ class Conversation:
         references: places of items that only name an item of a stored response. They are left out.
         cache: what the client asks of the cache.
         in_result: what is being read belongs to the result of a tool.
+        answer_ids: tokens with which the answer begins, whose prompt nobody continues; None: any.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -139,6 +140,7 @@ class Conversation:
     references: list[str] = field(default_factory=list)
     cache: CacheWishes = field(default_factory=CacheWishes)
     in_result: bool = False
+    answer_ids: tuple[int, ...] | None = None
 
     @property
     def names_media(self) -> bool:

@@ -10,6 +10,7 @@ from vlm_serve.preprocess.reading.blocks import read_blocks
 from vlm_serve.preprocess.reading.cache_wishes import read_wishes, without_marks
 from vlm_serve.preprocess.reading.chat import read_chat
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.decisions import read_decision, read_state
 from vlm_serve.preprocess.reading.items import read_response
 from vlm_serve.preprocess.reading.turns import join_leading, order_results
 from vlm_serve.preprocess.reading.values import object_of, plain_data
@@ -23,6 +24,8 @@ APIS = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/inference/v1/generate": "generate",
+    "/v1/decisions": "decisions",
+    "/v1/systemone": "systemone",
     "/v1/cache/probe": "chat",
     "/v1/cache/pin": "chat",
 }
@@ -32,6 +35,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Conversation], None]] = {
     "chat": read_chat,
     "responses": read_response,
     "messages": read_blocks,
+    "decisions": read_decision,
+    "systemone": read_state,
 }
 _MARKED = ("tools", "system", "messages", "input", "prediction")
 _PROMPTS = {"completions": "prompt", "generate": "token_ids"}
@@ -41,7 +46,8 @@ def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
     """Read a parsed request body; the time it takes is proportional to the body.
 
     Args:
-        api: "chat", "completions", "responses", "messages" or "generate".
+        api: "chat", "completions", "responses", "messages", "generate", "decisions" or
+            "systemone".
         body: the parsed JSON. In Python, media may also be paths, bytes, images or frames.
 
     Raises InvalidRequestError, naming the place at fault.

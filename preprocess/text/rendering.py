@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -188,6 +189,17 @@ def last_pieces(
     return kept[::-1]
 
 
+def answer_begun(
+    pieces: tuple[PromptPiece, ...], encoded: tuple[Encoded | None, ...], answer: Sequence[int]
+) -> tuple[tuple[PromptPiece, ...], tuple[Encoded | None, ...]]:
+    """Return the pieces of a prompt with the first tokens of its answer behind them."""
+    ids = array("I", answer)
+    last = encoded[-1] if encoded else None
+    if last is None:
+        return (*pieces, PromptPiece("", False)), (*encoded, Encoded(b"", (ids,)))
+    return pieces, (*encoded[:-1], Encoded(last.digests, (*last.parts, ids)))
+
+
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """A conversation that has been read, checked and rendered; its media are yet to be loaded.
@@ -201,7 +213,7 @@ class Rendering:
         text: the template's text, with those hidden.
         pieces: that text, split at the template's special tokens.
         encoded: tokens of every piece of text; None for special tokens.
-        cut: there are only the last of them.
+        cut: there are only the last of them, or nobody continues the prompt.
         marks: places in the text up to which the client wants it cached, ascending, with seconds.
         wishes: what else the client asks of the cache.
     """

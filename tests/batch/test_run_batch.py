@@ -80,6 +80,40 @@ def test_the_shipped_example_is_answered(tmp_path: Path) -> None:
     assert output.read_bytes() == before
 
 
+def test_decisions_are_a_kind_of_line(tmp_path: Path) -> None:
+    """Lines about one input run one after the other, and each but the first finds it."""
+    about = "It was a bright cold day in April, and the clocks were striking. " * 8
+    named = {"instructions": "Is it cold?", "type": "predicate"}
+    lines = [
+        request("open", {"input": about, "questions": [named]}, "/v1/decisions"),
+        request("named", {"input": about, "questions": [named] * 3}, "/v1/decisions"),
+        request("bad", {"input": about, "questions": []}, "/v1/decisions"),
+        request(
+            "system",
+            {"state": about, "questions": {"cold": {**named, "type": "noul"}}},
+            "/v1/systemone",
+        ),
+    ]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert main(command(source, output)) == 3
+    found = {row["custom_id"]: row["response"] for row in rows(output)}
+    assert {name: row["status_code"] for name, row in found.items()} == {
+        "open": 200,
+        "named": 200,
+        "bad": 400,
+        "system": 200,
+    }
+    (alone,) = found["open"]["body"]["answers"]
+    assert found["named"]["body"]["answers"] == [alone] * 3
+    assert found["system"]["body"]["answers"]["cold"]["noul"] == alone["probability"]
+    cached = [
+        row["body"]["usage"]["input_tokens_details"]["cached_tokens"]
+        for row in found.values()
+        if row["status_code"] == 200
+    ]
+    assert cached.count(0) == 1 and max(cached) > 100
+
+
 def test_bad_lines_become_errors_and_the_others_are_answered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,49 @@ def test_a_thought_that_the_limit_cuts_is_told_from_an_answer(tmp_path: Path, su
     assert main(command) == 0, "which has been answered"
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_choices_have_probabilities(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    """A run with other choices, or with none, does not go on from them."""
+    source, output = EXAMPLES / "batch" / "videos.csv", tmp_path / f"out.{suffix}"
+    command = ["video-qa", "-i", str(source), "-o", str(output), *ENGINE]
+    choices = ["--choices", "red", "blue", "none of them"]
+    assert main([*command, *choices]) == 0
+    found = [json.loads(line) for line in output.read_text().splitlines() if suffix == "jsonl"]
+    if suffix == "csv":
+        found = [
+            {**row, "probabilities": json.loads(row["probabilities"])} for row in table(output)
+        ]
+    assert len(found) == 3 and not any(row["error"] for row in found)
+    for row in found:
+        assert list(row["probabilities"]) == choices[1:]
+        assert sum(row["probabilities"].values()) == pytest.approx(1)
+        assert row["answer"] == max(row["probabilities"], key=row["probabilities"].__getitem__)
+        assert 0 <= float(row["confidence"]) <= 1 and int(row["completion_tokens"]) == 0
+    assert sum(int(row["cached_tokens"]) > 0 for row in found) == 2
+    kept = output.read_bytes()
+    assert main([*command, *choices]) == 0 and output.read_bytes() == kept
+    for other in ([], [*choices, "green"]):
+        assert main([*command, *other]) == 2
+        assert "other --choices" in capsys.readouterr().err
+    assert output.read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["red"], ["red", "red"], ["red", "blue", "--max-tokens", "9"]],
+    ids=["one", "twice", "sampled"],
+)
+def test_choices_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    source = EXAMPLES / "batch" / "videos.csv"
+    command = ["video-qa", "-i", str(source), "-o", str(tmp_path / "out.csv"), *ENGINE]
+    assert main([*command, "--choices", *options]) == 2
+    assert "--choices" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_an_output_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     source, output = EXAMPLES / "batch" / "videos.csv", tmp_path / "out.csv"
     command = ["video-qa", "-i", str(source), "-o", str(output), *ENGINE]

@@ -51,7 +51,7 @@ def test_rows_that_no_list_holds(logits: str, top_k: int) -> None:
         "half": (case.logits > 0).float(),
     }[logits]
     case.logits.copy_(values)
-    case.rows.marks[:, 1:] = torch.tensor([DRAWN, top_k, -1, -1, -1, 0, 0, 0, 0])
+    case.rows.marks[:, 1:] = torch.tensor([DRAWN, top_k, -1, -1, -1, *[0] * 6])
     numbers = [[3.0, 0.9, 0.0, 0.61], [0.5, 2.0, 0.3, 0.97]]
     case.rows.numbers[:2, :4] = torch.tensor(numbers, dtype=torch.float64)
     case.keep(2)

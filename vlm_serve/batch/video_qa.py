@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vlm_serve.batch.asgi import HttpReply, reply_json, usage_of
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
@@ -20,6 +21,7 @@ from vlm_serve.batch.runner import BatchJob, run_jobs
 from vlm_serve.batch.video_questions import VideoQuestion, read_questions
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.preprocess.reading.decisions import MAX_OPTIONS
 from vlm_serve.server.config import ServerConfig
 
 COLUMNS = (
@@ -35,19 +37,43 @@ COLUMNS = (
     "completion_tokens",
     "cache_reason",
     "error",
+    "confidence",
+    "probabilities",
 )
-_LATER = ("finish_reason", "reasoning")
+_LATER = ("finish_reason", "reasoning", "confidence", "probabilities")
 """Columns that outputs of earlier versions lack."""
-_PATH = "/v1/chat/completions"
+_CHAT, _DECISIONS = "/v1/chat/completions", "/v1/decisions"
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Sampling options of every answer."""
+    """Options of every answer: of sampling, or the texts of which it is one.
+
+    Raises ConfigError for choices that no question can have, and for both kinds.
+    """
 
     max_tokens: int = 256
     temperature: float | None = 0.0
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            return
+        if not 2 <= len(set(self.choices)) == len(self.choices) <= MAX_OPTIONS:
+            raise ConfigError(
+                f"--choices must be 2 to {MAX_OPTIONS} different texts", param="choices"
+            )
+        if (self.max_tokens, self.temperature) != (256, 0.0):
+            raise ConfigError(
+                "--choices are not sampled: leave out --max-tokens and --temperature",
+                param="choices",
+            )
+
+    @property
+    def path(self) -> str:
+        """The route that answers."""
+        return _DECISIONS if self.choices else _CHAT
 
 
 @dataclass(slots=True)
@@ -85,18 +111,21 @@ class Tally:
             yield f"  {name:<{width}}  {video.questions} questions{failed}, {rate} cached"
 
 
-def chat_body(question: VideoQuestion, options: AnswerOptions) -> bytes:
-    """Build the chat request of a question: the video first, for its questions to share."""
-    content = [
-        {"type": "video_url", "video_url": {"url": question.url}},
-        {"type": "text", "text": question.text},
-    ]
-    body = {
-        "messages": [{"role": "user", "content": content}],
-        "max_completion_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "cache_report": True,
-    }
+def body_of(question: VideoQuestion, options: AnswerOptions) -> bytes:
+    """Build the request of a question: the video first, for its questions to share."""
+    video = {"type": "video_url", "video_url": {"url": question.url}}
+    body: dict[str, Any] = {"cache_report": True}
+    if options.choices:
+        choices = [{"value": choice} for choice in options.choices]
+        asked = {"type": "choice", "instructions": question.text, "choices": choices}
+        body |= {"input": [{"role": "user", "content": [video]}], "questions": [asked]}
+    else:
+        content = [video, {"type": "text", "text": question.text}]
+        body["messages"] = [{"role": "user", "content": content}]
+        body |= {
+            "max_completion_tokens": options.max_tokens,
+            "temperature": options.temperature,
+        }
     return json.dumps(body, ensure_ascii=False).encode()
 
 
@@ -107,21 +136,38 @@ def row_of(question: VideoQuestion, reply: HttpReply) -> Row:
     """
     body = reply_json(reply)
     row: Row = {"id": question.id, "video": question.video, "question": question.text}
-    prompt, cached, *_ = usage_of(body)
+    prompt, cached, generated, _ = usage_of(body)
     answered = reply.status == 200
-    choice = body["choices"][0] if answered else {"message": {}}
-    message = choice["message"]
+    told: Row = dict.fromkeys(("answer", *_LATER))
+    told |= _told(body) if answered else {}
     return row | {
-        "answer": message["content"] or "" if answered else None,
-        "finish_reason": choice.get("finish_reason"),
-        "reasoning": message.get("reasoning"),
+        **told,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "hit_rate": round(cached / prompt, 4) if prompt else 0.0,
-        "completion_tokens": body["usage"]["completion_tokens"] if answered else 0,
-        "cache_reason": body["cache_report"]["reason"] if answered else None,
+        "completion_tokens": generated if answered else 0,
+        "cache_reason": _reason(body["cache_report"]) if answered else None,
         "error": None if answered else body["error"]["message"],
     }
+
+
+def _told(body: Any) -> Row:
+    """Return what an answer tells: a text, or a choice with probabilities."""
+    if "answers" in body:
+        (answer,) = body["answers"]
+        pairs = answer["probabilities"]
+        probabilities = {each["value"]: each["probability"] for each in pairs}
+        told = {"answer": answer["choice"], "confidence": answer["confidence"]}
+        return told | {"probabilities": probabilities}
+    choice = body["choices"][0]
+    message = choice["message"]
+    told = {"answer": message["content"] or "", "finish_reason": choice["finish_reason"]}
+    return told | {"reasoning": message.get("reasoning")}
+
+
+def _reason(report: Any) -> Any:
+    """Return why no more was reused: for the first prompt, if there are several."""
+    return (report[0] if isinstance(report, list) else report)["reason"]
 
 
 def run(
@@ -167,6 +213,12 @@ def run(
                     f"{output} has rows of other questions; give another output file or remove it",
                     param="output",
                 )
+            if row["error"] is None and tuple(row.get("probabilities") or ()) != options.choices:
+                raise ConfigError(
+                    f"{output} has answers with other --choices; give another output file or "
+                    "remove it",
+                    param="output",
+                )
             note(row)
         progress = Progress(len(wanted), len(journal.done), len(failures))
 
@@ -199,8 +251,8 @@ def run(
 def _jobs(questions: Sequence[VideoQuestion], options: AnswerOptions) -> list[BatchJob]:
     jobs = []
     for question in questions:
-        body = partial(chat_body, question, options)
-        jobs.append(BatchJob(question.id, _PATH, body, reuse_key_of(_PATH, json.loads(body()))))
+        body, path = partial(body_of, question, options), options.path
+        jobs.append(BatchJob(question.id, path, body, reuse_key_of(path, json.loads(body()))))
     return jobs
 
 
@@ -221,6 +273,9 @@ def _from_csv(path: Path) -> Iterator[Row]:
                 row: Row = {name: given[name] or None for name in COLUMNS}
                 row |= {name: int(entry[name]) for name in _COUNTS}
                 row["hit_rate"] = float(entry["hit_rate"])
+                if row["probabilities"] is not None:
+                    row["probabilities"] = json.loads(row["probabilities"])
+                    row["confidence"] = float(row["confidence"])
                 if row["error"] is None:
                     row["answer"] = entry["answer"]
                 yield row
@@ -236,7 +291,9 @@ def _as_csv(rows: Iterable[Row]) -> Iterator[bytes]:
     writer = csv.DictWriter(text, COLUMNS)
     writer.writeheader()
     for row in rows:
-        writer.writerow(row)
+        told = row.get("probabilities")
+        shown = None if told is None else json.dumps(told, ensure_ascii=False)
+        writer.writerow(row | {"probabilities": shown})
         yield text.getvalue().encode()
         text.seek(0)
         text.truncate()

@@ -13,7 +13,14 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.engine.requests.outputs import CacheReport, Delta
-from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, check_task, embedding_of, scoring
+from vlm_serve.engine.requests.pooling import (
+    ONE_TOKEN,
+    Vector,
+    check_task,
+    embedding_of,
+    scoring,
+    telling,
+)
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import explains_keywords
@@ -40,9 +47,13 @@ from vlm_serve.pipeline.output import Choice as Choice
 from vlm_serve.pipeline.output import Output as Output
 from vlm_serve.pipeline.output import TextForm
 from vlm_serve.pipeline.requests import FormOf, Job, Requests, whole
+from vlm_serve.preprocess.decisions.asking import Answer as Answer
+from vlm_serve.preprocess.decisions.asking import Asked, ask, check_mass
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import schemas_of
+from vlm_serve.preprocess.reading.decisions import read_questions, read_system_one
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.text.pooled_prompts import (
     Content,
     contents_of,
@@ -55,6 +66,8 @@ from vlm_serve.server.answers.pieces import reasoning_form
 from vlm_serve.server.config import ServerConfig
 
 _T = TypeVar("_T")
+_ABOUT = ("tools", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs")
+"""Options of `prepare` that belong to a conversation."""
 Chats = Iterable[Messages]
 ShortForms = list[ShortForm] | Iterator[ShortForm]
 Text = str | Sequence[int]
@@ -314,6 +327,42 @@ class Pipeline:
         results = listed(ended)
         return [result if isinstance(result, Exception) else value(result) for result in results]
 
+    def decide(
+        self,
+        messages: Messages,
+        questions: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        refuse_below: float = 0.0,
+        errors: OnError = "raise",
+        **options: Any,
+    ) -> Results[Answer]:
+        """Answer typed questions about one conversation, which is computed once for all of them.
+
+        Args:
+            messages: as for `chat`.
+            questions: those of `/v1/decisions`, `{"type": "predicate", "instructions": "..."}` and
+                so on; or by their names those of `/v1/systemone`.
+            refuse_below: an answer is `refused` if the labels have less probability together.
+            errors: as for `chat_many`.
+            options: as for `chat`, without those of the answer's beginning.
+        """
+        check_mass(refuse_below)
+        read = partial(read_system_one, assets={}) if isinstance(questions, Mapping) else None
+        given = (read or read_questions)(questions)
+        body = {name: options.pop(name) for name in _ABOUT if name in options}
+        about = read_conversation("chat", {"messages": conversation_of(messages), **body})
+        asked = ask(about, given, self.tokenizer, self._traits)
+        prompts = [prompt for each in asked for prompt, _ in each.prompts]
+        params = [telling(tokens) for each in asked for _, tokens in each.prompts]
+        prepare = self.engine.preprocessor.prepare
+
+        def answers() -> list[Answer | Exception]:
+            outputs = iter(listed(self._answers(prepare, prompts, params, options)))
+            mine = ([next(outputs) for _ in each.prompts] for each in asked)
+            return [_decided(*pair, refuse_below) for pair in zip(asked, mine, strict=True)]
+
+        return settled(answers, errors)
+
     def generate(
         self, prompt: Text, params: SamplingParams | None = None, **options: Any
     ) -> Output:
@@ -463,6 +512,16 @@ class Pipeline:
             return self._requests.form_of(prompt, form)
 
         return form_of
+
+
+def _decided(
+    asked: Asked, outputs: Sequence[Output | Exception], refuse_below: float
+) -> Answer | Exception:
+    failed = next((each for each in outputs if isinstance(each, Exception)), None)
+    if failed is not None:
+        return failed
+    told = [row for each in map(returned, outputs) for row in each.logprobs or ()]
+    return asked.answer(told, refuse_below)
 
 
 def _prepared(

@@ -26,6 +26,14 @@ from vlm_serve.server.api.cache.events import cache_events
 from vlm_serve.server.api.chat import ChatCompletion, chat_completions
 from vlm_serve.server.api.chat_render import Rendered, render_chat
 from vlm_serve.server.api.completions import Completion, CompletionRequest, completions
+from vlm_serve.server.api.decisions import (
+    Decision,
+    DecisionsRequest,
+    SystemOne,
+    SystemOneRequest,
+    decisions,
+    systemone,
+)
 from vlm_serve.server.api.generate import Generated, GenerateRequest, generate
 from vlm_serve.server.api.messages import (
     CountedTokens,
@@ -96,6 +104,11 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 Row = tuple[str, str, Handler, Responses, dict[str, Any]]
 """A route: method and path, handler, responses, and further settings of `add_route`."""
 
+WHOLE = (
+    *(InputTokens, CountedTokens, Rendered, Decision, SystemOne),
+    *(Embeddings, Reranked, Scores, Labels),
+)
+"""Responses that are never streams."""
 MESSAGES_ERRORS = errors_of(MessagesErrorBody)
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
@@ -185,6 +198,8 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         (MESSAGES_PATH, create_message, MessagesRequest, MessageBody),
         (f"{MESSAGES_PATH}/count_tokens", count_message_tokens, MessagesPrompt, CountedTokens),
         ("/inference/v1/generate", generate, GenerateRequest, Generated),
+        ("/v1/decisions", decisions, DecisionsRequest, Decision),
+        ("/v1/systemone", systemone, SystemOneRequest, SystemOne),
         ("/v1/embeddings", embeddings, EmbeddingsRequest, Embeddings),
         *((path + "/rerank", rerank, RerankRequest, Reranked) for path in ("/v1", "", "/v2")),
         *((path + "/score", score, ScoreRequest, Scores) for path in ("/v1", "")),
@@ -198,8 +213,7 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapter, AdapterChanged),
     ]
     for path, handler, body, answer in posts:
-        whole = (InputTokens, CountedTokens, Rendered, Embeddings, Reranked, Scores, Labels)
-        can_stream = "stream" in body.model_fields and answer not in whole
+        can_stream = "stream" in body.model_fields and answer not in WHOLE
         streams = {"content": EVENT_STREAM} if can_stream else {}
         errors = MESSAGES_ERRORS if path.startswith(MESSAGES_PATH) else ERRORS
         alias = handler in (rerank, score) and not path.startswith("/v1/")

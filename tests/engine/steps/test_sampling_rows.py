@@ -30,6 +30,8 @@ CHANGES: list[dict[str, Any]] = [
     {"top_k": 20, "top_p": 0.5, "min_p": 0.05, "temperature": 1.7},
     {"logprobs": 3},
     {"logprobs": 0, "top_p": 0.9},
+    {"logprobs": 0, "logprob_token_ids": (3, 90, 41)},
+    {"logprobs": 3, "logprob_token_ids": tuple(range(0, 80, 2)), "logit_bias": {3: 4.0}},
     {"temperature": 0.0, "logprobs": 2},
     {"logit_bias": {3: 4.0, 5: -100.0}},
     {"presence_penalty": 0.8, "frequency_penalty": 0.2, "logit_bias": {7: 2.0}},

@@ -27,6 +27,11 @@ Vector = npt.NDArray[np.float32]
 _SMALLEST = 1e-12
 
 
+def telling(tokens: tuple[int, ...]) -> SamplingParams:
+    """Return a request for the log-probabilities of tokens that may come next."""
+    return replace(ONE_TOKEN, logprobs=0, logprob_token_ids=tokens)
+
+
 def pools(config: EngineConfig) -> bool:
     """Return True if the engine makes vectors."""
     return config.task != "generate"

@@ -44,7 +44,7 @@ def check_request(
         )
     _check_experts(length, params, model)
     vocabulary = model.vocab_size
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if token >= vocabulary:
                 raise InvalidRequestError(

@@ -25,12 +25,14 @@ class RowParams(Counted, Protocol):
     Attributes:
         is_penalised: True if earlier tokens change the logits.
         logprobs: how many likeliest tokens are told beside the sampled one; None for nothing.
+        named: tokens that are told beside those.
         bias: ids and values, ascending.
         top_k: 0 for all.
     """
 
     is_penalised: bool
     logprobs: int | None
+    named: tuple[int, ...]
     bias: tuple[tuple[int, float], ...]
     top_k: int
 
@@ -44,8 +46,8 @@ class Chosen(NamedTuple):
 
     Attributes:
         found: see `Found.tokens`.
-        told: the number of likeliest tokens that each row is to tell; -1 for no log-probability.
-            Empty if none is to tell any.
+        told: the number of tokens that each row is to tell beside its own; -1 for no
+            log-probability. Empty if none is to tell any.
     """
 
     found: torch.Tensor
@@ -177,18 +179,20 @@ class _Asked:
         if task.mask is not None:
             mask = self._masks.setdefault(id(task.mask), (len(self._masks), task.mask))[0]
         self._biases += sampler.bias
-        is_told = sampler.logprobs is not None
+        likeliest = -1 if sampler.logprobs is None else min(sampler.logprobs, self._vocab)
         changes = not task.unbiased and bool(sampler.bias or sampler.is_penalised)
         top_k = sampler.top_k if 0 < sampler.top_k < self._vocab else 0
         place, end = len(self._marks), len(self._biases)
+        self._biases += [(token, 0.0) for token in sampler.named]
+        biases, named = (first, end), (end, len(self._biases))
         self._marks.append(
-            Mark(row, kind, top_k, *counted, mask, first, end, int(is_told), int(changes))
+            Mark(row, kind, top_k, *counted, mask, *biases, 1 + likeliest, int(changes), *named)
         )
         self._numbers.append(numbers if numbers[0] else (1.0, *numbers[1:]))
-        self.told.append(-1 if sampler.logprobs is None else min(sampler.logprobs, self._vocab))
-        if self.told[-1] > 0:
-            self._reports.append(Mark(row, REPORT, self.told[-1], told=place))
-        self.draws |= kind == DRAWN or self.told[-1] > 0
+        self.told.append(likeliest + len(sampler.named))
+        if likeliest > 0:
+            self._reports.append(Mark(row, REPORT, likeliest, told=place))
+        self.draws |= kind == DRAWN or likeliest > 0
         self.unlimited |= kind == DRAWN and not top_k
 
     def sent(self, device: torch.device, before: torch.Tensor) -> Rows:

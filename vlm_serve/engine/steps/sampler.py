@@ -151,7 +151,7 @@ class SequenceSampler:
         is_plain: True for greedy sampling without changes to the logits (other than masks) and
             without log-probabilities.
         sequence, prompt, generated, unchanged: see `Counted`.
-        logprobs, bias, top_k: see `RowParams`.
+        logprobs, named, bias, top_k: see `RowParams`.
     """
 
     def __init__(self, info: SequenceInfo) -> None:
@@ -167,6 +167,7 @@ class SequenceSampler:
         self.generated: list[int] = []
         self.unchanged = 0
         self.logprobs, self.top_k = params.logprobs, params.top_k or 0
+        self.named = params.logprob_token_ids
         self.bias = tuple(sorted((params.logit_bias or {}).items()))
         self._counts: Counter[int] = Counter()
         self._biased: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -211,7 +212,7 @@ class SequenceSampler:
         token = _best(logits[None])[0] if greedy else self._draw(logits, task.position)
         if token == UNSOUND:
             return SampledToken(UNSOUND, {})
-        return SampledToken(token, _top_logprobs(raw, token, self._params.logprobs))
+        return SampledToken(token, self._reported(raw, token))
 
     def numbers(self, position: int) -> tuple[float, ...]:
         """Return the numbers of a row, see `kernels.sampling.Rows`."""
@@ -230,7 +231,17 @@ class SequenceSampler:
 
     def forced(self, raw: torch.Tensor, token: int, drawn: int) -> SampledToken:
         """Return the forced token, with the token that was drawn instead."""
-        return SampledToken(token, _top_logprobs(raw, token, self._params.logprobs), drawn)
+        return SampledToken(token, self._reported(raw, token), drawn)
+
+    def _reported(self, raw: torch.Tensor, token: int) -> dict[int, float]:
+        """Return the requested log-probabilities: of the token, the likeliest and the named."""
+        if self.logprobs is None:
+            return {}
+        logprobs = log_softmax(raw)
+        likeliest = min(self.logprobs, logprobs.numel())
+        ids = [token, *(torch.topk(logprobs, likeliest).indices.tolist() if likeliest else ())]
+        ids = list(dict.fromkeys([*ids, *self.named]))
+        return dict(zip(ids, logprobs[ids].tolist(), strict=True))
 
     def _changed(self, raw: torch.Tensor) -> torch.Tensor:
         """Apply biases and penalties to a row. Penalties follow OpenAI's API (presence, frequency:
@@ -304,15 +315,3 @@ def uniform(seed: int, position: int) -> float:
     message = f"{seed}:{position}".encode()
     digest = hashlib.blake2b(message, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def _top_logprobs(raw: torch.Tensor, token: int, count: int | None) -> dict[int, float]:
-    if count is None:
-        return {}
-    logprobs = log_softmax(raw)
-    result = {token: float(logprobs[token])}
-    if count:
-        values, ids = torch.topk(logprobs, min(count, logprobs.numel()))
-        for token_id, value in zip(ids.tolist(), values.tolist(), strict=True):
-            result.setdefault(token_id, value)
-    return result
