@@ -1,4 +1,4 @@
-"""Steer the cache with OpenAI's client: mark, prewarm, and read what was kept and reused.
+"""Steer the cache with OpenAI's client: mark, prewarm, read what was reused, and ask why not more.
 
 vlm-serve serve demo &
 pip install openai
@@ -19,9 +19,9 @@ RULES = "You look after a library. " + "Answer in one sentence, and name the she
 QUESTIONS = ("Where are the maps?", "Where are the globes?", "Where is the door?")
 
 
-def request(question: str, *, marked: bool) -> list[dict[str, Any]]:
+def request(question: str, *, marked: bool, text: str = RULES) -> list[dict[str, Any]]:
     """Return rules and a question in one message, with a mark between them or without."""
-    rules: dict[str, Any] = {"type": "input_text", "text": RULES}
+    rules: dict[str, Any] = {"type": "input_text", "text": text}
     if marked:
         rules["prompt_cache_breakpoint"] = {"mode": "explicit"}
     return [{"role": "user", "content": [rules, {"type": "input_text", "text": question}]}]
@@ -61,6 +61,13 @@ def main() -> None:
         cached = response.usage.input_tokens_details.cached_tokens
         print(f"{how}: {cached} of {response.usage.input_tokens} tokens from the cache")
         print(f"  why not more: {report['reason']}")
+
+    # What has a client changed since an earlier request of its own?
+    changed = request(QUESTIONS[1], marked=True, text="Today is Monday. " + RULES)
+    compared = {"prompt_cache_options": {"comparison_response_id": warmed.id}}
+    response, _ = ask(client, model, changed, **compared)
+    why = response.model_dump()["prompt_cache_diagnostics"]
+    print(f"with a date in front: {why['reason']}, {why['cache_missed_tokens']} tokens missed")
 
 
 if __name__ == "__main__":

@@ -195,6 +195,8 @@ def test_the_example_hits_at_its_mark_with_it_and_without(
     kept = [line.split()[0] for line in lines if "are kept for 1800 s" in line]
     hits = [line.split(": ")[1].split()[0] for line in lines if "tokens from the cache" in line]
     assert len(kept) == 2 and hits == [kept[0]] * 2
+    assert lines[-1].startswith("with a date in front: input_changed, ")
+    assert int(lines[-1].split()[-3]) > int(kept[0]) // 2
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [("5m", 300), ("1h", 3600)])
