@@ -19,7 +19,7 @@ import PIL.Image
 import torch
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
-from vlm_serve.preprocess.identity.keys import embedding_key
+from vlm_serve.preprocess.identity.keys import embedding_key, medium_hash
 from vlm_serve.preprocess.identity.prompt import UnconfirmedError
 from vlm_serve.preprocess.media.decoders import Decoders, twice
 from vlm_serve.preprocess.media.fetch import FetchBudget, Hold, Holding, fetch, naming, read_file
@@ -481,6 +481,8 @@ class LoadedMedia:
         self.modality = record.modality
         self.grid = record.grid
         self.cut_short = record.cut_short
+        self.patch_size = config.patch_size
+        self.name = medium_hash(record.hashes)
         self.decoded = processed is not None
         self.waited = waited
         self._config = config

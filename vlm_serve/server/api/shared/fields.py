@@ -196,6 +196,10 @@ class PromptMediaBody(BaseModel):
     kind: str
     hash: str
     source: str
+    width: int
+    height: int
+    item: int
+    item_hash: str
 
 
 class CacheReportBody(BaseModel):
