@@ -58,8 +58,11 @@ class MediaItem(Protocol):
     """True for a file of which a part is missing or does not decode; the medium is the rest."""
     patch_size: int
     """Pixels per side of a patch."""
-    name: str
-    """Its `medium_hash`."""
+
+    @property
+    def name(self) -> str:
+        """Its `medium_hash`."""
+        ...
 
     @property
     def num_bytes(self) -> int:

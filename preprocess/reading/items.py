@@ -67,7 +67,7 @@ def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) ->
     """Read the items of stored turns and put them where the conversation continues them."""
     if not conversation.previous:
         return
-    past = Conversation()
+    past = Conversation(uploads=conversation.uploads)
     answers = {message.get("tool_call_id") for message in conversation.messages}
     items = without_marks(items, "previous_response_id", past.ignored)
     _read_items(items, "previous_response_id", past, _answered(items) | answers)

@@ -8,7 +8,7 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.blocks import read_blocks
 from vlm_serve.preprocess.reading.chat import read_chat
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import Conversation, Uploads
 from vlm_serve.preprocess.reading.items import read_response
 from vlm_serve.preprocess.reading.turns import join_leading, order_results
 from vlm_serve.preprocess.reading.values import object_of, plain_data, without_marks
@@ -36,16 +36,19 @@ _MARKED = ("tools", "system", "messages", "input", "prediction")
 _PROMPTS = {"completions": "prompt", "generate": "token_ids"}
 
 
-def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
+def read_conversation(
+    api: str, body: Mapping[str, Any], uploads: Uploads | None = None
+) -> Conversation:
     """Read a parsed request body; the time it takes is proportional to the body.
 
     Args:
         api: "chat", "completions", "responses", "messages" or "generate".
         body: the parsed JSON. In Python, media may also be paths, bytes, images or frames.
+        uploads: finds media by their names; None: names stay.
 
-    Raises InvalidRequestError, naming the place at fault.
+    Raises InvalidRequestError, naming the place at fault; MediaNotHeldError among them.
     """
-    conversation = Conversation(cache_salt=body.get("cache_salt"))
+    conversation = Conversation(cache_salt=body.get("cache_salt"), uploads=uploads)
     field = _PROMPTS.get(api)
     if api == "chat" and body.get("messages") is None:
         if body.get("prompt") is None:

@@ -83,7 +83,7 @@ def test_a_pdf_is_a_document_whose_pages_are_pictures() -> None:
     [
         ({"filename": "a.zip", "file_data": "UEsDBA=="}, "file_data", "application/zip"),
         ({"file_data": "UEsDBA=="}, "file_data", "unknown"),
-        ({"file_id": "file-1"}, "file_id", "not implemented"),
+        ({"file_id": ""}, "file_id", "1 to 128"),
         ({"filename": "a.txt", "file_data": encoded(b"\xff\xfe\xfa")}, "file_data", "UTF-8"),
         ({"filename": "a.txt", "file_data": "%%"}, "file_data", "not valid base64"),
         ({"filename": 3, "file_data": "AA"}, "filename", "must be text"),
