@@ -411,7 +411,7 @@ def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -
         return source.packed
     if isinstance(source, MediaName):
         raise InvalidRequestError(
-            f"{part.param}: media by {source.kind} are for chats, responses and messages at a server"
+            f"{part.param}: media by {source.kind} are for chats, responses and messages of servers"
         )
     if isinstance(source, StoredUpload):
         if hold is not None:

@@ -139,7 +139,7 @@ def ask(media: ClientMedia, **fields: object) -> MediaPart:
 
 @pytest.mark.parametrize("missing", [{"image_url": None}, {}, {"image_url": {"url": None}}])
 def test_a_uuid_stands_for_what_was_sent_with_it(missing: dict[str, object]) -> None:
-    media = ClientMedia(HeldMedia(LIMIT), None, OWNER)
+    media = ClientMedia(HeldMedia(LIMIT), None, OWNER, OWNER)
     sent = ask(media, image_url={"url": "data:,x"}, uuid="p")
     named = ask(media, **missing, uuid="p", max_pixels=9999)
     assert (named.source, named.options) == (sent.source, {"max_pixels": 9999})
@@ -151,7 +151,7 @@ def test_a_uuid_stands_for_what_was_sent_with_it(missing: dict[str, object]) -> 
 
 
 def test_a_server_that_holds_nothing_says_so() -> None:
-    media = ClientMedia(None, None, OWNER)
+    media = ClientMedia(None, None, OWNER, OWNER)
     assert ask(media, image_url="data:,x", uuid="p").source == "data:,x"
     for fields in ({"uuid": "p"}, {"image_url": "hash:" + "0" * 32}):
         with pytest.raises(UnsupportedFieldError, match="--media-store"):
@@ -162,11 +162,11 @@ def test_a_hash_is_a_name_once_an_answer_tells_it() -> None:
     held = HeldMedia(LIMIT)
     digest = "0123456789abcdef" * 2
     for tells in (False, True):
-        sent = ask(ClientMedia(held, None, OWNER, tells), image_url="data:,x")
+        sent = ask(ClientMedia(held, None, OWNER, OWNER, tells), image_url="data:,x")
         assert (sent.on_loaded is not None) is tells
     assert sent.on_loaded is not None
     sent.on_loaded(digest)
-    media = ClientMedia(held, None, OWNER)
+    media = ClientMedia(held, None, OWNER, OWNER)
     assert ask(media, image_url={"url": f"hash:{digest}"}).source == "data:,x"
     for url in ("hash:", "hash:12", "hash:" + digest.upper()):
         with pytest.raises(Exception, match="32 digits of an item_hash"):

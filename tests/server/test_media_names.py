@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from conversation import png_url
@@ -18,7 +20,9 @@ from serving import RunningServer, ok, running, wait_for
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.preprocess.reading.conversation import StoredUpload
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.auth import Owner
 
 NOISE = np.random.default_rng(7).integers(0, 256, (120, 200, 3), dtype=np.uint8)
 URL = png_url(Image.fromarray(NOISE))
@@ -49,7 +53,11 @@ def _server(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
     keys.write_text("bob: bobs\n")
     config = ServerConfig(
-        port=0, idle_check=False, api_key=("alice", "operator"), tenant_keys=str(keys)
+        port=0,
+        idle_check=False,
+        api_key=("alice", "operator"),
+        tenant_keys=str(keys),
+        media_files="200KiB",
     )
     with running(engine, config) as server:
         yield server
@@ -237,10 +245,10 @@ def test_preempted_requests_see_their_picture_again(checkpoint: Path) -> None:
         threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: engine.num_running + engine.num_waiting > 0 or found)
+        wait_for(lambda: engine.num_running + engine.num_waiting > 0 or bool(found))
         media = server.service.state.media
         assert media is not None
-        wait_for(lambda: server.service.requests.num_open == 4 or found)
+        wait_for(lambda: server.service.requests.num_open == 4 or bool(found))
         media.clear()
         for thread in threads:
             thread.join()
@@ -270,3 +278,104 @@ def test_lists_of_frames_have_names_too(server: RunningServer) -> None:
     digest = first["cache_report"]["media"][0]["item_hash"]
     named = {"type": "video_url", "video_url": f"hash:{digest}"}
     assert ask(server, body_of([named]))["prompt_token_ids"] == first["prompt_token_ids"]
+
+
+def upload(
+    server: RunningServer, name: str = "a.png", key: Any = ALICE, **fields: Any
+) -> httpx.Response:
+    data = base64.b64decode(URL.partition(",")[2])
+    form: dict[str, Any] = {"data": {"purpose": "vision"}, "files": {"file": (name, data)}}
+    return server.client.post("/v1/files", headers=key, **form | fields)
+
+
+def file_parts(file_id: str) -> list[tuple[str, dict[str, Any]]]:
+    """Requests of all APIs with a file's picture."""
+    text = {"type": "text", "text": "?"}
+    response = {"type": "input_text", "text": "?"}
+    block = {"type": "image", "source": {"type": "file", "file_id": file_id}}
+    found: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, body_of([{"type": "file", "file": {"file_id": file_id}}, text]))
+    ]
+    for part in (
+        {"type": "input_image", "image_url": None, "file_id": file_id},
+        {"type": "input_file", "file_id": file_id},
+    ):
+        found.append(("/v1/responses", {"input": [{"role": "user", "content": [part, response]}]}))
+    message = {"role": "user", "content": [block, text]}
+    found.append(("/v1/messages", {"model": "test-model", "max_tokens": 4, "messages": [message]}))
+    return found
+
+
+def test_files_are_seen_by_their_key_alone(server: RunningServer) -> None:
+    text = {"type": "text", "text": "?"}
+    sent = ask(server, body_of([image(URL), text]))
+    forget(server)
+    file = ok(upload(server))
+    assert file["purpose"] == "vision" and file["id"].startswith("file-img-")
+    part = {"type": "file", "file": {"file_id": file["id"]}}
+    named = ask(server, body_of([part, text]))
+    assert named == sent
+    body = body_of([part, text], cache_salt="mine", max_tokens=1)
+    assert len(json.dumps(body)) < 1000
+    ask(server, body)
+    for path, asked in file_parts(file["id"]):
+        asked = asked if path == CHAT else asked | {"cache_report": True}
+        report = ok(server.post(path, asked, headers=ALICE))["cache_report"]
+        assert report["media"][0]["item_hash"] == sent["cache_report"]["media"][0]["item_hash"]
+        wrong = dict(file_parts("file-img-" + "0" * 32))[path]
+        foreign = server.post(path, asked, headers=BOB)
+        assert foreign.status_code == 404
+        unknown = server.post(path, wrong, headers=BOB)
+        if path == CHAT:
+            assert foreign.text.replace(file["id"], "") == unknown.text.replace(
+                "file-img-" + "0" * 32, ""
+            )
+            assert foreign.json()["error"]["code"] == "file_not_found"
+    assert ok(server.client.get("/v1/files", headers=ALICE))["data"] == [file]
+    assert ok(server.client.get("/v1/files", headers=BOB))["data"] == []
+    one = f"/v1/files/{file['id']}"
+    assert server.client.delete(one, headers=BOB).status_code == 404
+    assert ok(server.client.delete(one, headers=ALICE))["deleted"]
+    assert server.post(CHAT, body, headers=ALICE).status_code == 404
+
+
+def test_a_file_deleted_between_look_up_and_use_is_not_held(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ok(upload(server))["id"]
+    state = server.service.state
+    find = state.stored_media
+    assert find is not None
+
+    def deleting(owner: Owner, file_id: str) -> StoredUpload | None:
+        found = find(owner, file_id)
+        assert found is not None
+        found.path.unlink()
+        return found
+
+    monkeypatch.setattr(state, "stored_media", deleting)
+    body = body_of([{"type": "file", "file": {"file_id": file}}], stream=True)
+    answer = server.post(CHAT, body, headers=ALICE)
+    assert answer.status_code == 409 and answer.json()["error"]["code"] == "media_not_held"
+    ok(server.client.delete(f"/v1/files/{file}", headers=ALICE))
+
+
+def test_files_of_media_have_a_quota_and_a_kind(server: RunningServer) -> None:
+    for name, said in (("a.jsonl", "must end as"), ("noname", "must end as")):
+        refused = upload(server, name)
+        assert refused.status_code == 400 and said in refused.text
+    late = [("file", ("a.png", b"x")), ("purpose", (None, b"vision"))]
+    refused = upload(server, data={}, files=late)
+    assert refused.status_code == 400 and "purpose must come before file" in refused.text
+    refused = upload(server, files={"file": ("a.png", b"x" * 210_000)})
+    assert refused.status_code == 413 and refused.json()["error"]["code"] == "media_files_full"
+    refused = upload(server, data={"purpose": "batch"})
+    assert refused.status_code == 404 and refused.json()["error"]["code"] == "no_batch_store"
+    ids = [ok(upload(server, name))["id"] for name in ("a.mp4", "a.pdf")]
+    assert [each[:9] for each in ids] == ["file-vid-", "file-pdf-"]
+    for file_id, asked in ((ids[0], "video"), (ids[1], "document")):
+        part = {"type": "input_image", "file_id": file_id}
+        refused = server.post(CHAT, body_of([part]), headers=ALICE)
+        assert refused.status_code == 400 and f"of the kind {asked}, not image" in refused.text
+        ok(server.client.delete(f"/v1/files/{file_id}", headers=ALICE))
+    assert server.client.get("/v1/files", headers=ALICE).json()["data"] == []

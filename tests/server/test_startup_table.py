@@ -141,8 +141,9 @@ def test_memory_for_stored_responses_is_said() -> None:
 
 
 def test_space_for_files_is_said() -> None:
-    found = rows(ServerConfig(batch_store="2GiB"), device="cpu", threads=2)
+    found = rows(ServerConfig(batch_store="2GiB", media_files="1GiB"), device="cpu", threads=2)
     assert found["files and batches"] == "2 GiB on disk per API key"
+    assert found["files of media"] == "1 GiB on disk per API key"
     assert "files and batches" not in rows(device="cpu", threads=2)
 
 

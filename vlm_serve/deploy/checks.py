@@ -33,6 +33,7 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
         ("response_store", server.response_store or None, kept),
         ("media_store", server.media_store or None, "media are held in the memory of one process"),
         ("batch_store", server.batch_store, "files and batches belong to one process"),
+        ("media_files", server.media_files, "files of media belong to one process"),
         ("disk_cache_path", engine.disk_cache_path, "a folder belongs to one process"),
     )
     for name, given, reason in of_one:

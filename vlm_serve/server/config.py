@@ -149,6 +149,12 @@ class ServerConfig:
         low=1,
         default_text="none: no files, no batches",
     )
+    media_files: int | str | None = _limits(
+        None,
+        "disk space per API key for pictures, videos and PDF documents of /v1/files",
+        low=1,
+        default_text="none: no files of media",
+    )
     max_request_memory: int | str = _limits(
         1 << 30,
         "maximum memory for the parsed bodies of all open requests; further bodies wait unread",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from vlm_serve.errors import MediaNotHeldError, UnsupportedFieldError
 from vlm_serve.preprocess.reading.conversation import MediaName, MediaPart, StoredUpload
@@ -166,13 +166,8 @@ def _memory_of(source: Any) -> int:
     return sum(map(sys.getsizeof, parts))
 
 
-class StoredMedia(Protocol):
-    """Files of clients, which a folder above the server keeps."""
-
-    def medium(self, owner: Owner, file_id: str) -> StoredUpload | None:
-        """Return a picture, a video or a document of an owner; None: there is none of that id. Any
-        thread may call it."""
-        ...
+StoredMedia = Callable[[Owner, str], StoredUpload | None]
+"""Returns the file of an owner and id, on any thread; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +177,15 @@ class ClientMedia:
     Attributes:
         held: None: nothing is held.
         stored: None: the server keeps no media on disk.
-        owner: whose they are.
+        owner: whose held ones they are.
+        keeper: whose stored ones they are; no salt that a client chose is part of it.
         tells: the answer tells hashes, which become names.
     """
 
     held: HeldMedia | None
     stored: StoredMedia | None
     owner: Owner
+    keeper: Owner
     tells: bool = False
 
     def resolved(self, part: MediaPart) -> MediaPart:
@@ -205,7 +202,7 @@ class ClientMedia:
         return part
 
     def _file(self, part: MediaPart, name: MediaName) -> MediaPart:
-        found = None if self.stored is None else self.stored.medium(self.owner, name.text)
+        found = None if self.stored is None else self.stored(self.keeper, name.text)
         if found is None:
             raise MediaNotHeldError(name, part.param, status=404)
         return replace(part, source=found)

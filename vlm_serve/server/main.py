@@ -153,6 +153,9 @@ def startup_rows(
     if config.batch_store is not None:
         assert isinstance(config.batch_store, int)
         yield "files and batches", f"{format_size(config.batch_store)} on disk per API key"
+    if config.media_files is not None:
+        assert isinstance(config.media_files, int)
+        yield "files of media", f"{format_size(config.media_files)} on disk per API key"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
 

@@ -113,8 +113,8 @@ class ServerState:
         Raises:
             InvalidRequestError: as `salt_of`.
         """
-        owner = owner_of(scope, cache_salt)
-        return ClientMedia(self.media, self.stored_media, owner, tells)
+        owner, keeper = owner_of(scope, cache_salt), owner_of(scope, None)
+        return ClientMedia(self.media, self.stored_media, owner, keeper, tells)
 
     def affinity_name(self, name: object) -> str:
         """Return the name that affinity keys have for a request's `model`: an adapter's, or else
