@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -379,3 +380,17 @@ def test_files_of_media_have_a_quota_and_a_kind(server: RunningServer) -> None:
         assert refused.status_code == 400 and f"of the kind {asked}, not image" in refused.text
         ok(server.client.delete(f"/v1/files/{file_id}", headers=ALICE))
     assert server.client.get("/v1/files", headers=ALICE).json()["data"] == []
+
+
+def test_pages_of_a_stored_document_are_pictures(server: RunningServer) -> None:
+    pytest.importorskip("pypdfium2")
+    file = io.BytesIO()
+    Image.new("RGB", (60, 80), "red").save(file, "PDF")
+    stored = ok(upload(server, files={"file": ("a.pdf", file.getvalue())}))["id"]
+    data = base64.b64encode(file.getvalue()).decode()
+    text = {"type": "text", "text": "?"}
+    sent = {"type": "file", "file": {"filename": "a.pdf", "file_data": data}}
+    found = ask(server, body_of([{"type": "file", "file": {"file_id": stored}}, text]))
+    page = ask(server, body_of([sent, text]))["cache_report"]["media"]
+    assert [each["item_hash"] for each in found["cache_report"]["media"]] == [page[0]["item_hash"]]
+    ok(server.client.delete(f"/v1/files/{stored}", headers=ALICE))

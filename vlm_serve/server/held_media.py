@@ -125,11 +125,13 @@ class HeldMedia:
             self._settled()
             account = self._accounts.setdefault(owner.key, _Account())
             held = part.held if isinstance(part.held, HeldMedium) else None
-            size = RECORD_BYTES + (0 if held else RECORD_BYTES + _memory_of(source))
+            parts = source if isinstance(source, list) else [source]
+            memory = RECORD_BYTES + sum(map(sys.getsizeof, parts))
+            size = RECORD_BYTES + (0 if held else memory)
             if not self._make_room(account, size):
                 return part
             if held is None:
-                held = HeldMedium(source, size - RECORD_BYTES, account.freed.append)
+                held = HeldMedium(source, memory, account.freed.append)
             key = owner.salt, part.modality, str(name)
             account.num_bytes += size - RECORD_BYTES * (account.names.pop(key, None) is not None)
             account.names[key] = held, self._clock()
@@ -159,11 +161,6 @@ class HeldMedia:
                 return False
             max(named, key=attrgetter("num_bytes")).drop()
         return account.num_bytes + size <= self.max_bytes
-
-
-def _memory_of(source: Any) -> int:
-    parts = source if isinstance(source, list) else [source]
-    return sum(map(sys.getsizeof, parts))
 
 
 StoredMedia = Callable[[Owner, str], StoredUpload | None]
