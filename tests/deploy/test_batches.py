@@ -85,7 +85,7 @@ def test_media_are_found_by_their_names(server: ServerProcess) -> None:
             headers = {"x-api-key": key}
             return client.post("/v1/chat/completions", json=body | more, headers=headers)
 
-        form = {"data": {"purpose": "vision"}, "files": {"file": ("a.png", data)}}
+        form: dict[str, Any] = {"data": {"purpose": "vision"}, "files": {"file": ("a.png", data)}}
         stored = client.post("/v1/files", headers={"x-api-key": "open"}, **form)
         sent = {"type": "image_url", "image_url": {"url": data_url("image/png", data)}}
         first = ask(sent | {"uuid": "p"}).json()

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -353,9 +353,11 @@ def test_a_named_picture_is_resumed_where_it_is_known_and_refused_elsewhere(pair
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
         return Asked(PATHS[0], body | {"stream": True, "max_tokens": 12, "ignore_eos": True})
 
-    async def resumed(*, known: bool) -> list[dict[str, Any]]:
+    async def resumed(*, known: bool) -> list[MutableMapping[str, Any]]:
         await pair.first.answer(asked(image_url={"url": url}, uuid="p"), None)
-        pair.second.service.state.media.clear()
+        held = pair.second.service.state.media
+        assert held is not None
+        held.clear()
         if known:
             await pair.second.answer(asked(image_url={"url": url}, uuid="p"), None)
         named, attempt = asked(image_url=None, uuid="p"), Attempt.first("one", None)
