@@ -34,7 +34,12 @@ from vlm_serve.engine.requests.plan import (
     StepOutput,
     StepPlan,
 )
-from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
+from vlm_serve.preprocess.identity.keys import (
+    NO_ADAPTER,
+    AdapterIdentity,
+    PromptKeys,
+    medium_hash,
+)
 from vlm_serve.preprocess.identity.prompt import MediaSpan, Prompt
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.system.stopping import Stop
@@ -63,6 +68,11 @@ class SymbolicMedia:
     ready: bool = True
     num_bytes: int = 0
     cut_short: bool = False
+    patch_size: int = 16
+
+    @property
+    def name(self) -> str:
+        return medium_hash(self.hashes)
 
     def load(self, stop: Stop, patches: Collection[int] | None = None) -> None:
         self.ready = True

@@ -102,6 +102,21 @@ class MediaFetchError(InvalidRequestError):
     status = 422
 
 
+class MediaNotHeldError(InvalidRequestError):
+    """A request names a medium that the server does not have, or no longer: HTTP 409, or 404 for a
+    file."""
+
+    status = 409
+
+    def __init__(self, name: object, param: str | None = None, status: int = 409) -> None:
+        super().__init__(
+            f"there is no medium {str(name)[:160]!r}, or no longer: send it again",
+            param=param,
+            code="file_not_found" if status == 404 else "media_not_held",
+        )
+        self.status = status
+
+
 class ConfigError(VlmServeError, ValueError):
     """An engine option is invalid; the message names the option."""
 

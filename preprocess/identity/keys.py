@@ -22,6 +22,8 @@ KEY_BYTES = 32
 
 _ROOT_DOMAIN = b"vlm-serve root key 1"
 _EMBEDDING_DOMAIN = b"vlm-serve vision embedding 2"
+_MEDIUM = b"vlm-serve medium 1"
+_MEDIUM_DIGITS = 32
 _COUNT = struct.Struct("<I")
 _SPAN = struct.Struct("<BqI")
 _MODALITY_TAGS = {"image": 1, "video": 2}
@@ -57,6 +59,16 @@ def hasher_of(domain: bytes, **fields: bytes | str | int) -> blake3:
     """Return a hasher of named fields in the given order. Their names enter the digest, too."""
     named = {"domain": domain, **fields}
     return blake3(b"".join(tagged(name, value) for name, value in named.items()))
+
+
+def medium_hash(hashes: Sequence[bytes]) -> str:
+    """Return the hash of a whole medium, 32 hexadecimal digits: of one span the first of its own.
+
+    Args:
+        hashes: content hashes of its spans, in order, at least one.
+    """
+    whole = hashes[0] if len(hashes) == 1 else hasher_of(_MEDIUM, spans=b"".join(hashes)).digest()
+    return whole.hex()[:_MEDIUM_DIGITS]
 
 
 class AdapterIdentity(NamedTuple):

@@ -56,6 +56,13 @@ class MediaItem(Protocol):
     """True if this request had to decode the medium (False: known from the raw index)."""
     cut_short: bool
     """True for a file of which a part is missing or does not decode; the medium is the rest."""
+    patch_size: int
+    """Pixels per side of a patch."""
+
+    @property
+    def name(self) -> str:
+        """Its `medium_hash`."""
+        ...
 
     @property
     def num_bytes(self) -> int:

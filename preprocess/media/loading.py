@@ -18,8 +18,8 @@ import numpy as np
 import PIL.Image
 import torch
 
-from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
-from vlm_serve.preprocess.identity.keys import embedding_key
+from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError, MediaNotHeldError
+from vlm_serve.preprocess.identity.keys import embedding_key, medium_hash
 from vlm_serve.preprocess.identity.prompt import UnconfirmedError
 from vlm_serve.preprocess.media.decoders import Decoders, twice
 from vlm_serve.preprocess.media.fetch import FetchBudget, Hold, Holding, fetch, naming, read_file
@@ -47,7 +47,12 @@ from vlm_serve.preprocess.media.raw_index import (
     raw_key,
     upload_key,
 )
-from vlm_serve.preprocess.reading.conversation import MediaPart, Modality
+from vlm_serve.preprocess.reading.conversation import (
+    MediaName,
+    MediaPart,
+    Modality,
+    StoredUpload,
+)
 from vlm_serve.system.host_threads import releasing
 from vlm_serve.system.stopping import Stop
 
@@ -160,7 +165,10 @@ class MediaLoader:
         """
         stop.check()
         with self.holding(stop) as hold:
-            return self._load(part, cache_salt, stop, hold, vision_root)
+            item = self._load(part, cache_salt, stop, hold, vision_root)
+        if part.on_loaded is not None:
+            part.on_loaded(item.name)
+        return item
 
     def read(self, part: MediaPart, stop: Stop, hold: Hold | None) -> Any:
         """Return what a part names, bytes of a URL. Raises as `load` does."""
@@ -401,6 +409,17 @@ def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -
         return FrameFiles(tuple(read))
     if isinstance(source, PdfPage):
         return source.packed
+    if isinstance(source, MediaName):
+        raise InvalidRequestError(
+            f"{part.param}: media by {source.kind} are for chats, responses and messages of servers"
+        )
+    if isinstance(source, StoredUpload):
+        if hold is not None:
+            hold(source.num_bytes)
+        try:
+            return read_file(source.path, max_bytes)
+        except OSError:  # deleted since it was looked up
+            raise MediaNotHeldError(source, part.param) from None
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
@@ -421,10 +440,12 @@ def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -
 
 
 def is_remote(part: MediaPart) -> bool:
-    """Return True if loading the part waits for another machine."""
+    """Return True if loading the part waits for another machine, or reads a stored file."""
     sources = part.source if isinstance(part.source, list) else [part.source]
     return any(
-        isinstance(source, str) and source[:5].lower().startswith("http") for source in sources
+        isinstance(source, StoredUpload)
+        or (isinstance(source, str) and source[:5].lower().startswith("http"))
+        for source in sources
     )
 
 
@@ -481,6 +502,8 @@ class LoadedMedia:
         self.modality = record.modality
         self.grid = record.grid
         self.cut_short = record.cut_short
+        self.patch_size = config.patch_size
+        self.name = medium_hash(record.hashes)
         self.decoded = processed is not None
         self.waited = waited
         self._config = config

@@ -8,7 +8,13 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.chat import read_tool_call
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
-from vlm_serve.preprocess.reading.parts import document, document_at, file_content
+from vlm_serve.preprocess.reading.parts import (
+    document,
+    document_at,
+    file_content,
+    stored_file,
+    url_or_name,
+)
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
 from vlm_serve.preprocess.reading.vendor_tools import read_block_tools
 
@@ -192,6 +198,8 @@ def _document(
         form, data = text_of(source, "media_type", place), text_of(source, "data", place)
         url = f"data:{form};base64,{data}"
         return [file_content(url, title, f"{place}.data", conversation)]
+    if kind == "file":
+        return [conversation.medium(stored_file(source, place))]
     if kind == "url":
         return [document_at(text_of(source, "url", place), f"{place}.url", conversation)]
     raise unsupported(f"{place}.type", kind)
@@ -211,7 +219,10 @@ def _image(block: Mapping[str, Any], where: str, conversation: Conversation) -> 
         form, data = text_of(source, "media_type", place), text_of(source, "data", place)
         head, url, place = f"data:{form};base64,", data, f"{place}.data"
     elif source.get("type") == "url":
-        head, url, place = "", text_of(source, "url", place), f"{place}.url"
+        url = url_or_name(text_of(source, "url", place), f"{place}.url")
+        head, place = "", f"{place}.url"
+    elif source.get("type") == "file":
+        return conversation.medium(stored_file(source, place, "image"))
     else:
         raise unsupported(f"{place}.type", source.get("type"))
     return conversation.medium(MediaPart("image", url, {}, place, url_only=True, head=head))

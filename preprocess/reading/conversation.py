@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import InvalidRequestError, MediaNotHeldError
 
 Modality = Literal["image", "video"]
 
@@ -21,19 +22,45 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaName:
+    """Stands for a medium that the server has: its client's `uuid`, a `hash` or a `file_id`."""
+
+    kind: Literal["uuid", "hash", "file_id"]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUpload:
+    """A file that a client has stored at the server; deleting it ends what reads it."""
+
+    path: Path
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True, slots=True)
 class MediaPart:
     """One image or video as given in the request.
 
     Attributes:
         modality: "image" or "video".
         source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames; of a
-            video also a list of its frames, as pictures of any of these kinds.
+            video also a list of its frames, as pictures of any of these kinds. At a server, also a
+            `StoredUpload`, or a `MediaName` before it is looked up.
         options: the part's options, still unchecked.
         param: its place in the request, for errors.
         named: places in the request of options set for all media, by option name.
         url_only: the part has OpenAI's form, and only a URL is a valid source.
         document: the source is a PDF document, or the URL of one or of a text; pages are images.
         head: the beginning of a data: URL whose rest is `source`. Joining them copies an upload.
+        uuid: the client's name for it; "": none.
+        held: counts the source as memory in use, as long as the part lives.
+        on_loaded: told the medium's hash (`medium_hash`), on any thread.
     """
 
     modality: Modality
@@ -44,17 +71,33 @@ class MediaPart:
     named: Mapping[str, str] = field(default_factory=dict)
     head: str = ""
     document: bool = False
+    uuid: str = ""
+    held: object = None
+    on_loaded: Callable[[str], None] | None = field(default=None, compare=False)
 
     @property
     def texts(self) -> tuple[str, ...]:
         """The medium as a client over HTTP gives it: a URL in pieces, or those of the frames."""
         if isinstance(self.source, list | tuple):
             return tuple(map(str, self.source))
+        if isinstance(self.source, MediaName | StoredUpload):
+            return (str(self.source),)
         return (self.head, self.source) if self.head else (self.source,)
 
     def joined(self) -> MediaPart:
         """Return the part with a source in one piece."""
         return replace(self, source=self.head + self.source, head="") if self.head else self
+
+
+class Uploads(Protocol):
+    """The media that a server has of one client."""
+
+    def resolved(self, part: MediaPart) -> MediaPart:
+        """Return a part with the source that its name stands for; note one that has a name.
+
+        Raises InvalidRequestError, of the status 404 or 409, if nothing of that name is there.
+        """
+        ...
 
 
 Turn = tuple[dict[str, Any], list[MediaPart]]
@@ -120,6 +163,7 @@ class Conversation:
         cache: what the client asks of the cache.
         in_result: what is being read belongs to the result of a tool.
         answer_ids: tokens with which the answer begins, whose prompt nobody continues; None: any.
+        uploads: finds media by their names; None: names stay.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -141,6 +185,7 @@ class Conversation:
     cache: CacheWishes = field(default_factory=CacheWishes)
     in_result: bool = False
     answer_ids: tuple[int, ...] | None = None
+    uploads: Uploads | None = None
 
     @property
     def names_media(self) -> bool:
@@ -174,15 +219,18 @@ class Conversation:
 
     def medium(self, medium: MediaPart) -> dict[str, Any]:
         """Collect a medium and return the part that represents it."""
-        self.media.append(medium)
+        self.media.append(medium if self.uploads is None else self.uploads.resolved(medium))
         # Templates check the type or a key of that name, never the value.
         return {"type": medium.modality, medium.modality: medium.modality}
 
     def unread(self, error: InvalidRequestError, place: str) -> dict[str, Any]:
-        """Name an unreadable document in `ignored`; return the text that takes its place.
+        """Name an unreadable document in `ignored`; return the text that takes its place. Raise
+        MediaNotHeldError again.
 
         Clients send a tool's result with every later turn: an error would end the conversation.
         """
+        if isinstance(error, MediaNotHeldError):  # the client can send it again
+            raise error
         if place not in self.ignored:
             self.ignored.append(place)
         why = error.message.removeprefix(error.param or "").lstrip(": ")

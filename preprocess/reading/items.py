@@ -70,7 +70,7 @@ def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) ->
     items = without_marks(items, "previous_response_id")
     for continued in (conversation, conversation.cache.marked):
         if continued is not None:
-            past = Conversation()
+            past = Conversation(uploads=conversation.uploads)
             answers = {message.get("tool_call_id") for message in continued.messages}
             _read_items(items, "previous_response_id", past, _answered(items) | answers)
             continued.put_past(past)

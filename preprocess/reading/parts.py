@@ -6,13 +6,21 @@ Files are parts too: texts become text, pictures, videos and pages of PDF docume
 from __future__ import annotations
 
 import mimetypes
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality, text_part
+from vlm_serve.preprocess.reading.conversation import (
+    Conversation,
+    MediaName,
+    MediaPart,
+    Modality,
+    text_part,
+)
 from vlm_serve.preprocess.reading.data_url import read_data_url
-from vlm_serve.preprocess.reading.values import list_of, object_of, short_repr, text_of, unsupported
+from vlm_serve.preprocess.reading.values import list_of, object_of, short_repr, text_of
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 _MEDIA_PARTS: dict[str, Modality] = {
@@ -38,9 +46,8 @@ _OPTIONS: dict[Modality, frozenset[str]] = {
         }
     ),
 }
-# Accepted and ignored: ids (content hashes identify media), and file types (the file itself gives
-# its type).
-_IGNORED = frozenset({"uuid", "format"})
+# Accepted and ignored: the file itself gives its type.
+_IGNORED = frozenset({"format"})
 # Rejected: processor options of transformers that would give pixels unlike the training data.
 _REFUSED = frozenset(
     {
@@ -106,17 +113,68 @@ def read_part(part: Any, where: str, conversation: Conversation) -> dict[str, An
             param=f"{where}.type",
             code="unsupported_field",
         )
-    if part.get("file_id") is not None:
-        raise unsupported(f"{where}.file_id", part["file_id"])
     return conversation.medium(_read_media(part, kind, where))
+
+
+MAX_NAME = 128
+"""Most characters of a `uuid` or `file_id`."""
+FILE_KINDS = {"file-img-": "image", "file-vid-": "video", "file-pdf-": "document"}
+"""Beginnings of the ids of stored media, by which a part's kind is known without the file."""
+_HASH = re.compile(r"hash:[0-9a-f]{32}")
+
+
+def url_or_name(url: Any, where: str) -> Any:
+    """Return what a URL stands for: the medium of a hash, or whatever the URL is.
+
+    Raises InvalidRequestError for a malformed hash.
+    """
+    if not isinstance(url, str) or url[:5] != "hash:":
+        return url
+    if not _HASH.fullmatch(url):
+        raise InvalidRequestError(
+            f"{where} must be hash: with the 32 digits of an item_hash", param=where
+        )
+    return MediaName("hash", url[5:])
+
+
+def _name_of(part: Mapping[str, Any], field: str, where: str) -> str:
+    name = text_of(part, field, where)
+    if not 0 < len(name) <= MAX_NAME:
+        place = f"{where}.{field}"
+        raise InvalidRequestError(f"{place} must have 1 to {MAX_NAME} characters", param=place)
+    return name
+
+
+def stored_file(part: Mapping[str, Any], where: str, modality: Modality | None = None) -> MediaPart:
+    """Return the medium of a `file_id`, whose beginning tells its kind.
+
+    Args:
+        modality: the kind that is asked for; None: any, a PDF document too.
+
+    Raises InvalidRequestError if it is of another kind.
+    """
+    file_id, place = _name_of(part, "file_id", where), f"{where}.file_id"
+    kind = FILE_KINDS.get(file_id[:9], "image")
+    if modality is not None and kind != modality:
+        raise InvalidRequestError(
+            f"{place}: the file is of the kind {kind}, not {modality}", param=place
+        )
+    return MediaPart(
+        "video" if kind == "video" else "image",
+        MediaName("file_id", file_id),
+        {},
+        place,
+        url_only=True,
+        document=kind == "document",
+    )
 
 
 def _read_media(part: Mapping[str, Any], kind: str, where: str) -> MediaPart:
     modality = _MEDIA_PARTS[kind]
-    name = next((key for key in (kind, f"{modality}_url", modality, "url") if key in part), None)
-    if name is None:
-        raise InvalidRequestError(f"{where}.{kind} is missing", param=f"{where}.{kind}")
-    source, options = part[name], dict(part)
+    uuid = "" if part.get("uuid") is None else _name_of(part, "uuid", where)
+    names = (kind, f"{modality}_url", modality, "url")
+    name = next((key for key in names if key in part), kind)
+    source, options = part.get(name), dict(part)
     if isinstance(source, Mapping):
         options |= source
         source = source.get("url")
@@ -125,9 +183,13 @@ def _read_media(part: Mapping[str, Any], kind: str, where: str) -> MediaPart:
         raise InvalidRequestError(
             f"{where}.{key} cannot be set per request", param=f"{where}.{key}"
         )
-    if source is None:
+    stored = part.get("file_id") is not None
+    if stored and source is not None:
+        place = f"{where}.file_id"
+        raise InvalidRequestError(f"{place} must come without {kind}", param=place)
+    if source is None and not uuid and not stored:
         raise InvalidRequestError(f"{where}.{name} is missing", param=f"{where}.{name}")
-    known = _OPTIONS[modality] | _IGNORED | {"type", kind, f"{modality}_url", modality, "url"}
+    known = _OPTIONS[modality] | _IGNORED | {"type", "uuid", "file_id", *names}
     given = {key: value for key, value in options.items() if value is not None}
     for key in given.keys() - known:
         raise InvalidRequestError(
@@ -136,7 +198,14 @@ def _read_media(part: Mapping[str, Any], kind: str, where: str) -> MediaPart:
             param=where,
         )
     given = {key: given[key] for key in _OPTIONS[modality] & given.keys()}
-    return MediaPart(modality, source, given, f"{where}.{name}", url_only=kind != modality)
+    if stored:
+        return replace(stored_file(part, where, modality), options=given, uuid=uuid)
+    url_only, place = kind != modality, f"{where}.{name}"
+    if source is None:
+        source, place = MediaName("uuid", uuid), f"{where}.uuid"
+    elif url_only:
+        source = url_or_name(source, place)
+    return MediaPart(modality, source, given, place, url_only=url_only, uuid=uuid)
 
 
 FILE_PARTS = frozenset({"file", "input_file"})
@@ -163,11 +232,7 @@ def read_file(part: Mapping[str, Any], where: str, conversation: Conversation) -
     if part["type"] == "file":
         part, where = object_of(part.get("file"), f"{where}.file"), f"{where}.file"
     if part.get("file_id") is not None:
-        raise UnsupportedFieldError(
-            f"{where}.file_id is not implemented by this server: send the file in file_data",
-            param=f"{where}.file_id",
-            code="unsupported_field",
-        )
+        return conversation.medium(stored_file(part, where))
     source = "file_data" if part.get("file_url") is None else "file_url"
     data, place = text_of(part, source, where), f"{where}.{source}"
     if source == "file_url" and data[:5].lower() != "data:":

@@ -9,7 +9,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.blocks import read_blocks
 from vlm_serve.preprocess.reading.cache_wishes import read_wishes, without_marks
 from vlm_serve.preprocess.reading.chat import read_chat
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import Conversation, Uploads
 from vlm_serve.preprocess.reading.decisions import read_decision, read_state
 from vlm_serve.preprocess.reading.items import read_response
 from vlm_serve.preprocess.reading.turns import join_leading, order_results
@@ -42,17 +42,20 @@ _MARKED = ("tools", "system", "messages", "input", "prediction")
 _PROMPTS = {"completions": "prompt", "generate": "token_ids"}
 
 
-def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
+def read_conversation(
+    api: str, body: Mapping[str, Any], uploads: Uploads | None = None
+) -> Conversation:
     """Read a parsed request body; the time it takes is proportional to the body.
 
     Args:
         api: "chat", "completions", "responses", "messages", "generate", "decisions" or
             "systemone".
         body: the parsed JSON. In Python, media may also be paths, bytes, images or frames.
+        uploads: finds media by their names; None: names stay.
 
-    Raises InvalidRequestError, naming the place at fault.
+    Raises InvalidRequestError, naming the place at fault; MediaNotHeldError among them.
     """
-    conversation = Conversation(cache_salt=body.get("cache_salt"))
+    conversation = Conversation(cache_salt=body.get("cache_salt"), uploads=uploads)
     field = _PROMPTS.get(api)
     if api == "chat" and body.get("messages") is None:
         if body.get("prompt") is None:
@@ -73,7 +76,11 @@ def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
             setattr(conversation, name, object_of(body[name], name))
     fields = {name: body[name] for name in _MARKED if name in body}
     conversation.cache = read_wishes(
-        api, body, fields, lambda marked: _read(api, marked, Conversation()), conversation.ignored
+        api,
+        body,
+        fields,
+        lambda marked: _read(api, marked, Conversation(uploads=uploads)),
+        conversation.ignored,
     )
     unmarked = {name: without_marks(value, name) for name, value in fields.items()}
     return _read(api, {**body, **unmarked}, conversation)

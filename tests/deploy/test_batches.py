@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from batch_client import Batcher, line
+from hostile_files import data_url, image_of
 from process_tree import opened_by, processes_below, runs
 from server_process import ServerProcess, server_process
 from waiting import wait_for
@@ -41,6 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         log.open("w") as file,
         server_process(
             "demo", *SMALL, "--replicas", "1", "--batch-store", "8MiB", "--max-body-size", "1MiB",
+            "--media-files", "1MiB",
             "--api-key", "open,other", "--tenant-keys", str(keys), "--silence-timeout", "60",
             command="deploy", log=file,
         ) as running,
@@ -70,6 +72,32 @@ def test_a_batch_from_its_file_to_its_answers(client: Batcher) -> None:
         assert body["choices"][0]["message"]["content"] == alone.choices[0].message.content
     assert [each.id for each in client.api.batches.list(limit=1).data] == [batch.id]
     assert client.api.files.delete(batch.output_file_id).deleted
+
+
+def test_media_are_found_by_their_names(server: ServerProcess) -> None:
+    data = image_of("PNG", 120, 80)
+    text = {"type": "text", "text": "What is this?"}
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as client:
+
+        def ask(part: dict[str, Any], key: str = "open") -> httpx.Response:
+            body = {"messages": [{"role": "user", "content": [part, text]}], "max_tokens": 4}
+            more = {"temperature": 0, "cache_report": True}
+            headers = {"x-api-key": key}
+            return client.post("/v1/chat/completions", json=body | more, headers=headers)
+
+        form: dict[str, Any] = {"data": {"purpose": "vision"}, "files": {"file": ("a.png", data)}}
+        stored = client.post("/v1/files", headers={"x-api-key": "open"}, **form)
+        sent = {"type": "image_url", "image_url": {"url": data_url("image/png", data)}}
+        first = ask(sent | {"uuid": "p"}).json()
+        digest = first["cache_report"]["media"][0]["item_hash"]
+        for part, refused in (
+            ({"type": "image_url", "image_url": None, "uuid": "p"}, 409),
+            ({"type": "image_url", "image_url": f"hash:{digest}"}, 409),
+            ({"type": "file", "file": {"file_id": stored.json()["id"]}}, 404),
+        ):
+            assert ask(part).json()["choices"] == first["choices"]
+            for key in ("other", "first-key"):
+                assert ask(part, key).status_code == refused
 
 
 def test_a_cancelled_batch(client: Batcher) -> None:

@@ -39,6 +39,8 @@ def test_the_example_can_be_built(keys: str) -> None:
         ({"replicas": 0}, "replicas must be at least 1, got 0"),
         ({"tenant_keys": "/nowhere/keys.yaml"}, "tenant_keys /nowhere/keys.yaml"),
         ({"response_store": "1MiB"}, "response_store needs one replica"),
+        ({"media_store": "1MiB"}, "media_store needs one replica"),
+        ({"media_files": "1MiB"}, "media_files needs one replica"),
         ({"lora_modules": ["demo=/x"]}, "lora_modules: 'demo' is a name of the model"),
     ],
 )

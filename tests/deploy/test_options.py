@@ -51,6 +51,7 @@ def test_what_one_process_keeps_needs_one_replica(tmp_path: Path) -> None:
     assert check(DeployConfig(replicas=1), stored, EngineConfig()) == stored
     several = check(DeployConfig(replicas=2), ServerConfig(), EngineConfig())
     assert several.response_store_bytes == 0 < ServerConfig().response_store_bytes
+    assert several.media_store_bytes == 0 < ServerConfig().media_store_bytes
     check(DeployConfig(replicas=2), ServerConfig(response_store=0), EngineConfig())
     files = ServerConfig(batch_store="1MiB")
     with pytest.raises(ConfigError, match="batch_store needs one replica"):

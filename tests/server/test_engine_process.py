@@ -22,6 +22,7 @@ pytestmark = pytest.mark.processes
 SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
 APART = [*SMALL, "--engine-process", "on", "--speculative", "off", "--block-size", "16"]
 SECONDS = 60
+CHAT = "/v1/chat/completions"
 WORKER = "vlm_serve.engine.remote.worker"
 ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 1900}
 PICTURE = {
@@ -101,6 +102,20 @@ def test_it_answers_and_ends_in_order(checkpoint: Path, tmp_path: Path) -> None:
         wait_for(lambda: not any(map(runs, below)))
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert shared_memory() == before
+
+
+def test_named_pictures_are_those_that_were_sent(checkpoint: Path, tmp_path: Path) -> None:
+    """The engine asks for pixels here, also after it has forgotten all of them."""
+    with serving_apart(checkpoint, tmp_path / "log") as server, client_of(server) as client:
+        options = {"max_tokens": 4, "temperature": 0, "cache_report": True}
+        sent = client.post(CHAT, json=chat("Look.", PICTURE | {"uuid": "p"}, **options)).json()
+        digest = sent["cache_report"]["media"][0]["item_hash"]
+        for named in ({"image_url": None, "uuid": "p"}, {"image_url": f"hash:{digest}"}):
+            body = chat("Look.", {"type": "image_url", **named}, **options)
+            again = client.post(CHAT, json=body).json()
+            assert again["choices"] == sent["choices"]
+            cold = client.post(CHAT, json=body | {"cache_salt": "x"})
+            assert cold.status_code == 409 and cold.json()["error"]["code"] == "media_not_held"
 
 
 def test_when_the_engine_is_killed_streams_end_with_its_error_and_so_does_the_server(

@@ -132,6 +132,11 @@ def test_another_question_about_the_same_photograph_reuses_it(server: RunningSer
     assert (cold["source"], media["source"]) == ("encoded", "reused")
     assert cold | {"source": "reused"} == media
     assert (media["kind"], media["length"]) == ("image", details["image_tokens"])
+    vision = server.service.engine.spec.vision
+    assert vision is not None
+    side = vision.patch_size * vision.merge_size
+    assert media["width"] // side * (media["height"] // side) == media["length"]
+    assert (media["item"], media["item_hash"][:16]) == (0, media["hash"])
     length, boundary = report["prompt_tokens"], report["boundary"]
     assert report["segments"] == [
         {"start": 0, "end": boundary, "source": "device"},
@@ -195,6 +200,11 @@ def test_a_video_with_an_image_and_text(server: RunningServer) -> None:
     body = answer(server, video("carphone_pristine.mp4"), picture("rocket.jpg"), "Compare.")
     details = body["usage"]["prompt_tokens_details"]
     assert details["video_tokens"] > 0
+    *patches, image = body["cache_report"]["media"]
+    assert {each["item"] for each in patches} == {0} and image["item"] == 1
+    assert len({each["item_hash"] for each in patches}) == 1 < len(patches)
+    assert len({(each["width"], each["height"], each["length"]) for each in patches}) == 1
+    assert image["item_hash"][:16] == image["hash"] != patches[0]["item_hash"][:16]
     assert details["image_tokens"] > 0
     assert body["usage"]["completion_tokens"] == 8
 

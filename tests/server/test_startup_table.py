@@ -135,13 +135,15 @@ def test_memory_for_stored_responses_is_said() -> None:
     server = ServerConfig(response_store="64MiB", response_store_ttl=60)
     found = rows(server, device="cpu", threads=2)
     assert found["stored responses"] == "64 MiB per API key, 60 s, on top"
-    none = ServerConfig(response_store=0)
-    assert "stored responses" not in rows(none, device="cpu", threads=2)
+    assert found["held media"] == "64 MiB per API key, on top"
+    none = rows(ServerConfig(response_store=0, media_store=0), device="cpu", threads=2)
+    assert "stored responses" not in none and "held media" not in none
 
 
 def test_space_for_files_is_said() -> None:
-    found = rows(ServerConfig(batch_store="2GiB"), device="cpu", threads=2)
+    found = rows(ServerConfig(batch_store="2GiB", media_files="1GiB"), device="cpu", threads=2)
     assert found["files and batches"] == "2 GiB on disk per API key"
+    assert found["files of media"] == "1 GiB on disk per API key"
     assert "files and batches" not in rows(device="cpu", threads=2)
 
 

@@ -86,23 +86,31 @@ class FileStore:
 
     Args:
         max_bytes: limit for all files of one owner.
+        option: the flag that sets the limit.
 
     Raises:
         ConfigError: there is no usable folder for temporary files.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, option: str = "--batch-store") -> None:
         self.max_bytes = max_bytes
+        self._option = option
+        self._full = f"{option[2:].replace('-', '_')}_full"
         self._accounts: dict[Owner, _Account] = {}
         try:
             self._folder = TemporaryFolder("vlm-serve-files-")
         except OSError as error:
-            raise ConfigError(f"batch_store: {error}", param="batch_store") from None
+            raise ConfigError(f"{option}: {error}") from None
 
     def num_bytes(self, owner: Owner) -> int:
         """Return the bytes of an owner's files and drafts."""
         account = self._accounts.get(owner)
         return 0 if account is None else account.num_bytes
+
+    def get(self, owner: Owner, file_id: str) -> StoredFile | None:
+        """Return a file of an owner; None: the owner has none of that id. Any thread may call."""
+        account = self._accounts.get(owner)
+        return None if account is None else account.files.get(file_id)
 
     def find(self, owner: Owner, file_id: str, param: str | None = None) -> StoredFile:
         """Return a file of an owner.
@@ -113,9 +121,8 @@ class FileStore:
         Raises:
             NotFoundError: the owner has none of that id.
         """
-        account = self._accounts.get(owner)
-        file = account and account.files.get(file_id)
-        if not file:
+        file = self.get(owner, file_id)
+        if file is None:
             raise NotFoundError(
                 f"there is no file {file_id[:128]!r}", param=param, code="file_not_found"
             )
@@ -126,8 +133,8 @@ class FileStore:
         account = self._accounts.get(owner)
         return [] if account is None else list(account.files.values())
 
-    def draft(self, owner: Owner) -> Draft:
-        """Begin a file.
+    def draft(self, owner: Owner, prefix: str = "file-") -> Draft:
+        """Begin a file, whose id begins with the prefix.
 
         Raises:
             StoreFullError: the owner has as many files as are allowed.
@@ -137,9 +144,10 @@ class FileStore:
         if len(account.files) + account.drafts >= MAX_FILES:
             raise StoreFullError(
                 f"this key has {MAX_FILES} files already; delete some of them",
-                code="batch_store_full",
+                code=self._full,
             )
-        return Draft(self, account, owner, Path(self._folder.path))
+        path = Path(self._folder.path) / f"{prefix}{secrets.token_hex(16)}"
+        return Draft(self, account, owner, path)
 
     def check_fits(self, owner: Owner, size: int) -> None:
         """Raise StoreFullError if so many further bytes do not fit into the owner's share."""
@@ -149,10 +157,10 @@ class FileStore:
         most = format_size(self.max_bytes)
         raise StoreFullError(
             f"the file does not fit: this key's files have {held} bytes of the {most} that "
-            "--batch-store allows; delete some with DELETE /v1/files/{id}"
+            f"{self._option} allows; delete some with DELETE /v1/files/{{id}}"
             if held
-            else f"the file is larger than the {most} that --batch-store allows",
-            code="batch_store_full",
+            else f"the file is larger than the {most} that {self._option} allows",
+            code=self._full,
         )
 
     def delete(self, file: StoredFile) -> None:
@@ -204,15 +212,14 @@ class Draft:
 
     Args:
         store, account, owner: of the file.
-        folder: where it is made.
+        path: where it is made; its name is the file's id.
     """
 
-    def __init__(self, store: FileStore, account: _Account, owner: Owner, folder: Path) -> None:
+    def __init__(self, store: FileStore, account: _Account, owner: Owner, path: Path) -> None:
         self._store = store
         self._account = account
         self._owner = owner
-        self._id = f"file-{secrets.token_hex(16)}"
-        self._path = folder / self._id
+        self._id, self._path = path.name, path
         self.num_bytes = 0
         self._writing = asyncio.Lock()
         try:

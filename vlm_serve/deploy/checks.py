@@ -31,10 +31,12 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
     of_one = (
         ("allow_runtime_lora", server.allow_runtime_lora or None, loaded),
         ("response_store", server.response_store or None, kept),
+        ("media_store", server.media_store or None, "media are held in the memory of one process"),
         ("batch_store", server.batch_store, "files and batches belong to one process"),
+        ("media_files", server.media_files, "files of media belong to one process"),
         ("disk_cache_path", engine.disk_cache_path, "a folder belongs to one process"),
     )
     for name, given, reason in of_one:
         if given is not None:
             raise ConfigError(f"{name} needs one replica: {reason}", param=name)
-    return replace(server, response_store=0)
+    return replace(server, response_store=0, media_store=0)

@@ -137,11 +137,23 @@ class ServerConfig:
     response_store_ttl: float = _limits(
         86_400.0, "seconds that /v1/responses keeps an answer", low=0.001, metavar="SECONDS"
     )
+    media_store: int | str | None = _limits(
+        None,
+        "memory per API key for media that later requests name by uuid or hash; 0: none is held",
+        low=0,
+        default_text="64MiB; 0 with several replicas",
+    )
     batch_store: int | str | None = _limits(
         None,
         "disk space per API key for /v1/files and the results of /v1/batches",
         low=1,
         default_text="none: no files, no batches",
+    )
+    media_files: int | str | None = _limits(
+        None,
+        "disk space per API key for pictures, videos and PDF documents of /v1/files",
+        low=1,
+        default_text="none: no files of media",
     )
     max_request_memory: int | str = _limits(
         1 << 30,
@@ -243,6 +255,11 @@ class ServerConfig:
     def response_store_bytes(self) -> int:
         assert not isinstance(self.response_store, str)
         return 64 << 20 if self.response_store is None else self.response_store
+
+    @property
+    def media_store_bytes(self) -> int:
+        assert not isinstance(self.media_store, str)
+        return 64 << 20 if self.media_store is None else self.media_store
 
     @property
     def max_body_bytes(self) -> int:

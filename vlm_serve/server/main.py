@@ -148,9 +148,14 @@ def startup_rows(
     if config.response_store_bytes:
         kept = f"{format_size(config.response_store_bytes)} per API key"
         yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"
+    if config.media_store_bytes:
+        yield "held media", f"{format_size(config.media_store_bytes)} per API key, on top"
     if config.batch_store is not None:
         assert isinstance(config.batch_store, int)
         yield "files and batches", f"{format_size(config.batch_store)} on disk per API key"
+    if config.media_files is not None:
+        assert isinstance(config.media_files, int)
+        yield "files of media", f"{format_size(config.media_files)} on disk per API key"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
 

@@ -141,11 +141,13 @@ class Service:
             return await self.workers.prepare(partial(preprocessor.finish, rendering, media))
 
     async def flush(self) -> None:
-        """Evict everything that no running request holds, and delete what is kept of answers."""
+        """Evict everything that no running request holds, what is kept of answers, held media."""
         await asyncio.to_thread(self.engine.flush)
         self.state.prompts.clear()
         if self.state.responses is not None:
             self.state.responses.clear()
+        if self.state.media is not None:
+            self.state.media.clear()
 
     def _stop_mounted(self) -> None:
         for routes in self.mounted:

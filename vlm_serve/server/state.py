@@ -13,7 +13,8 @@ from starlette.types import Scope
 from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, KeyScope
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import salt_of
+from vlm_serve.server.held_media import ClientMedia, HeldMedia, StoredMedia
+from vlm_serve.server.http.auth import owner_of, salt_of
 from vlm_serve.server.http.request_memory import RequestMemory
 from vlm_serve.server.metrics import FinishedRequest, Metrics
 from vlm_serve.server.prompt_records import PromptRecords
@@ -36,6 +37,8 @@ class ServerState:
 
     Attributes:
         created: Unix time in seconds that lists of models give.
+        media: media that requests may name; None: none are held.
+        stored_media: files of media; None: none are stored. A mounted folder sets it.
         responses: stored answers of /v1/responses; None: nothing is stored.
         prompts: records of earlier prompts.
         metrics: metrics in Prometheus' form.
@@ -57,6 +60,8 @@ class ServerState:
         size = config.response_store_bytes
         self.model_names = model_names
         self.created = int(time.time())
+        self.media = HeldMedia(config.media_store_bytes) if config.media_store_bytes else None
+        self.stored_media: StoredMedia | None = None
         self.responses = ResponseStore(size, config.response_store_ttl) if size else None
         self.prompts = PromptRecords()
         self.metrics = Metrics(model_names[0], engine, memory)
@@ -95,6 +100,21 @@ class ServerState:
         served = None if name in self.model_names else self._adapters.find(name)
         adapter = NO_ADAPTER if served is None else served.identity
         return KeyScope(salt_of(scope, cache_salt), adapter)
+
+    def client_media(
+        self, scope: Scope, cache_salt: str | None, *, tells: bool = False
+    ) -> ClientMedia:
+        """Return the media that a request may name.
+
+        Args:
+            cache_salt: the body's.
+            tells: the answer tells hashes of media.
+
+        Raises:
+            InvalidRequestError: as `salt_of`.
+        """
+        owner, keeper = owner_of(scope, cache_salt), owner_of(scope, None)
+        return ClientMedia(self.media, self.stored_media, owner, keeper, tells)
 
     def affinity_name(self, name: object) -> str:
         """Return the name that affinity keys have for a request's `model`: an adapter's, or else
@@ -141,7 +161,8 @@ class ServerState:
         if reading.done() and reading.exception() is None:
             stats = reading.result()
             own = 0 if self.responses is None else self.responses.held_bytes
-            held = {**stats["held_bytes"], "responses": own}
+            media = 0 if self.media is None else self.media.num_bytes
+            held = {**stats["held_bytes"], "responses": own, "held_media": media}
             self.metrics.engine_stats.update({**stats, "held_bytes": held})
 
 

@@ -257,7 +257,6 @@ def test_so_do_base64_types_and_lengths_that_cannot_be_read(
     for source, words in (
         ({"type": "base64", "media_type": "application/zip", "data": "UEsDBA=="}, "zip"),
         ({"type": "base64", "media_type": "text/plain", "data": "//79"}, "UTF-8"),
-        ({"type": "file", "file_id": "file_1"}, "not implemented"),
         ({"type": "content", "content": [PICTURE, {"type": "hologram"}]}, "hologram"),
     ):
         conversation = result_of("/v1/messages", block | {"source": source}, PICTURE)
@@ -266,15 +265,15 @@ def test_so_do_base64_types_and_lengths_that_cannot_be_read(
         assert conversation.ignored == ["messages[2].content[0].content[1]"]
         with pytest.raises(InvalidRequestError):
             preprocessor.prepare(asked("/v1/messages", block | {"source": source}))
-    for part in ({"filename": "a.zip", "file_data": "UEsDBA=="}, {"file_id": "file-1"}):
-        for api, given in (
-            ("/v1/chat/completions", {"type": "file", "file": part}),
-            ("/v1/responses", {"type": "input_file", **part}),
-        ):
-            conversation = result_of(api, given)
-            prompt = preprocessor.prepare(conversation)
-            assert prompt.text is not None and "This document cannot" in prompt.text
-            assert len(conversation.ignored) == 1
+    part = {"filename": "a.zip", "file_data": "UEsDBA=="}
+    for api, given in (
+        ("/v1/chat/completions", {"type": "file", "file": part}),
+        ("/v1/responses", {"type": "input_file", **part}),
+    ):
+        conversation = result_of(api, given)
+        prompt = preprocessor.prepare(conversation)
+        assert prompt.text is not None and "This document cannot" in prompt.text
+        assert len(conversation.ignored) == 1
 
 
 PICTURE = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaName
 from vlm_serve.preprocess.reading.reader import APIS, read_conversation
 
 NOTES = "# Notes\n\nTwo rows: ä, ß.\n"
@@ -78,12 +78,30 @@ def test_a_pdf_is_a_document_whose_pages_are_pictures() -> None:
     assert medium.joined().source == "data:application/pdf;base64,JVBERi0="
 
 
+def test_the_id_of_a_stored_file_tells_its_kind() -> None:
+    for start, modality, document in (
+        ("file-img-", "image", False),
+        ("file-vid-", "video", False),
+        ("file-pdf-", "image", True),
+        ("file-", "image", False),
+    ):
+        for made in (
+            chat({"type": "file", "file": {"file_id": start + "1"}}),
+            response({"type": "input_file", "file_id": start + "1"}),
+        ):
+            (medium,) = made.media
+            assert medium.source == MediaName("file_id", start + "1")
+            assert (medium.modality, medium.document) == (modality, document)
+    with pytest.raises(InvalidRequestError, match="must come without input_image"):
+        response({"type": "input_image", "image_url": "data:,x", "file_id": "file-1"})
+
+
 @pytest.mark.parametrize(
     ("file", "place", "words"),
     [
         ({"filename": "a.zip", "file_data": "UEsDBA=="}, "file_data", "application/zip"),
         ({"file_data": "UEsDBA=="}, "file_data", "unknown"),
-        ({"file_id": "file-1"}, "file_id", "not implemented"),
+        ({"file_id": ""}, "file_id", "1 to 128"),
         ({"filename": "a.txt", "file_data": encoded(b"\xff\xfe\xfa")}, "file_data", "UTF-8"),
         ({"filename": "a.txt", "file_data": "%%"}, "file_data", "not valid base64"),
         ({"filename": 3, "file_data": "AA"}, "filename", "must be text"),

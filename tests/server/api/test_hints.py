@@ -175,12 +175,12 @@ def test_cache_marks_are_taken_and_named_where_they_have_no_effect(
 
 
 def test_a_file_of_unknown_type_says_what_names_it(fake: RunningServer) -> None:
-    for file, said in (
-        ({"file_data": "JVBERi0="}, "give filename, or a data: URL"),
-        ({"file_id": "file-1"}, "file_id is not implemented by this server: send the file in"),
+    for file, status, said in (
+        ({"file_data": "JVBERi0="}, 400, "give filename, or a data: URL"),
+        ({"file_id": "file-1"}, 404, "there is no medium 'file_id:file-1', or no longer"),
     ):
         content = [{"type": "file", "file": file}]
         answer = fake.post(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
         )
-        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+        assert answer.status_code == status and said in answer.json()["error"]["message"]

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from attempts import PATHS, Asked, Replica, bytes_of, difference, random_request, undisturbed
 from checkpoint_spec import CheckpointSpec
 from guesses import draft_freely
+from hostile_files import data_url, image_of
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.engine.engine import Engine
@@ -340,3 +341,35 @@ def test_an_attempt_is_plain_data() -> None:
 def test_who_asks_replicas_needs_no_torch() -> None:
     code = "import sys, vlm_serve.server.failover.attempt; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_named_picture_is_resumed_where_it_is_known_and_refused_elsewhere(pair: Pair) -> None:
+    """Never with another picture: a replica that lacks the name ends the answer."""
+    url = data_url("image/png", image_of("PNG", 64, 64))
+    text = {"type": "text", "text": "What?"}
+
+    def asked(**image: Any) -> Asked:
+        content = [{"type": "image_url", **image}, text]
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+        return Asked(PATHS[0], body | {"stream": True, "max_tokens": 12, "ignore_eos": True})
+
+    async def resumed(*, known: bool) -> list[MutableMapping[str, Any]]:
+        await pair.first.answer(asked(image_url={"url": url}, uuid="p"), None)
+        held = pair.second.service.state.media
+        assert held is not None
+        held.clear()
+        if known:
+            await pair.second.answer(asked(image_url={"url": url}, uuid="p"), None)
+        named, attempt = asked(image_url=None, uuid="p"), Attempt.first("one", None)
+        whole = await pair.first.answer(named, attempt)
+        delivery = Delivery(attempt)
+        for message in whole[:5]:
+            delivery.passed(message)
+        rest = await pair.second.answer(named, delivery.next)
+        if known:
+            assert bytes_of(whole[:5]) + bytes_of(rest) == bytes_of(whole)
+        return rest
+
+    assert pair.runner.run(resumed(known=True))
+    start, *body = pair.runner.run(resumed(known=False))
+    assert start["status"] == 409 and b"media_not_held" in bytes_of(body)

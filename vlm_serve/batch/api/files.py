@@ -5,9 +5,11 @@ An uploaded form's file goes to disk as it arrives.
 
 from __future__ import annotations
 
+import mimetypes
 import re
 from functools import partial
 from io import FileIO
+from operator import attrgetter
 from typing import Any, Literal
 
 from fastapi import Request
@@ -18,8 +20,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vlm_serve.batch.api.served import ServedBatches, owner_of_files
-from vlm_serve.batch.file_store import Draft, FileStore, StoredFile, in_thread
+from vlm_serve.batch.file_store import Draft, StoredFile, in_thread
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.reading.parts import FILE_KINDS
 from vlm_serve.server.api.shared.listing import page_of
 from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.http.body import is_packed
@@ -37,7 +40,8 @@ _PIECE_BYTES = 1 << 18
 
 
 def _file(served: ServedBatches, request: Request) -> StoredFile:
-    return served.store.find(owner_of_files(request), request.path_params["file_id"], "file_id")
+    owner, file_id = owner_of_files(request), request.path_params["file_id"]
+    return served.store_of(owner, file_id).find(owner, file_id, "file_id")
 
 
 async def list_files(served: ServedBatches, request: Request) -> Response:
@@ -47,7 +51,9 @@ async def list_files(served: ServedBatches, request: Request) -> Response:
         InvalidRequestError: a parameter is invalid, or there is no store.
     """
     query = request.query_params
-    files = served.store.files(owner_of_files(request))
+    owner = owner_of_files(request)
+    files = [file for store in served.stores for file in store.files(owner)]
+    files.sort(key=attrgetter("created_at"))
     if "purpose" in query:
         files = [file for file in files if file.purpose == query["purpose"]]
     return page_of(files, query, file_body, default=MAX_LISTED, most=MAX_LISTED)
@@ -69,7 +75,7 @@ async def delete_file(served: ServedBatches, request: Request) -> Response:
         InvalidRequestError: a batch needs it, there is no such file, or no store.
     """
     file = _file(served, request)
-    served.store.delete(file)
+    served.store_of(file.owner, file.id).delete(file)
     return JSONResponse(FileDeleted(id=file.id).model_dump())
 
 
@@ -149,6 +155,8 @@ def file_body(file: StoredFile) -> FileBody:
 
 
 UPLOAD_PURPOSE = "batch"
+MEDIA_PURPOSES = ("vision", "user_data")
+_PREFIXES = {kind: prefix for prefix, kind in FILE_KINDS.items()}
 MAX_FILENAME = 255
 LEAST_SECONDS, MOST_SECONDS = 3600, 2_592_000
 UPLOAD_CONTENT: dict[str, Any] = {
@@ -156,7 +164,7 @@ UPLOAD_CONTENT: dict[str, Any] = {
         "schema": {
             "type": "object",
             "properties": {
-                "purpose": {"type": "string", "enum": [UPLOAD_PURPOSE]},
+                "purpose": {"type": "string", "enum": [UPLOAD_PURPOSE, *MEDIA_PURPOSES]},
                 "file": {"type": "string", "format": "binary"},
                 "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
                 "expires_after[seconds]": {"type": "integer"},
@@ -182,7 +190,7 @@ async def create_file(served: ServedBatches, request: Request) -> Response:
         PermissionDeniedError: the page of another website sent it.
         StorageError: the file system refuses it.
     """
-    store, owner = served.store, owner_of_files(request)
+    stores, owner = served.stores, owner_of_files(request)
     refuse_foreign_scripts(request.scope, served.service.config)
     if served.service.requests.draining:
         raise DrainingError("the server is shutting down", code="shutting_down")
@@ -194,8 +202,9 @@ async def create_file(served: ServedBatches, request: Request) -> Response:
         )
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit():
+        store = max(stores, key=lambda each: each.max_bytes - each.num_bytes(owner))
         store.check_fits(owner, max(0, int(declared[:19]) - _FORM_BYTES))
-    upload = _Upload(store, owner, FormReader(boundary))
+    upload = _Upload(served, owner, FormReader(boundary))
     try:
         async for data in request.stream():
             await upload.feed(data)
@@ -210,15 +219,16 @@ class _Upload:
     """A form that is being read.
 
     Args:
-        store, owner: of its file.
+        served, owner: of its file.
         reader: splits the form.
     """
 
-    def __init__(self, store: FileStore, owner: Owner, reader: FormReader) -> None:
-        self._store = store
+    def __init__(self, served: ServedBatches, owner: Owner, reader: FormReader) -> None:
+        self._served = served
         self._owner = owner
         self._reader = reader
         self._draft: Draft | None = None
+        self._is_medium = False
         self._filename = ""
         self._name = ""
         self._values: dict[str, bytes] = {}
@@ -242,17 +252,43 @@ class _Upload:
         """Return the stored file; it raises as `create_file` does."""
         if not self._reader.ended:
             raise InvalidRequestError("the form is cut off", code="invalid_form")
-        purpose = self._values.get("purpose", b"").decode("utf-8", "replace")
-        if purpose != UPLOAD_PURPOSE:
+        purpose = self._purpose
+        if purpose not in (UPLOAD_PURPOSE, *MEDIA_PURPOSES):
             raise InvalidRequestError(
-                f"purpose must be {UPLOAD_PURPOSE}: this server keeps files for batches only",
+                f"purpose must be {UPLOAD_PURPOSE}, or of media {' or '.join(MEDIA_PURPOSES)}",
                 param="purpose",
             )
+        if (purpose in MEDIA_PURPOSES) is not self._is_medium:
+            raise InvalidRequestError("purpose must come before file", param="purpose")
         seconds = self._seconds()
         if self._draft is None:
             raise InvalidRequestError("the form has no file", param="file")
         await self._write()
         return self._draft.finish(self._filename, purpose, seconds)
+
+    @property
+    def _purpose(self) -> str:
+        return self._values.get("purpose", b"").decode("utf-8", "replace")
+
+    def _draft_of(self, filename: str) -> Draft:
+        """Begin the file in the store of its purpose, by which media have a quota of their own."""
+        self._is_medium = self._purpose in MEDIA_PURPOSES
+        if not self._purpose and self._served.kept is None:
+            raise InvalidRequestError("purpose must come before file", param="purpose")
+        if not self._is_medium:
+            return self._served.store.draft(self._owner)
+        if self._served.media is None:
+            raise InvalidRequestError(
+                "files of media need a server that runs with --media-files", param="purpose"
+            )
+        form = mimetypes.guess_type(filename)[0] or ""
+        kind = "document" if form == "application/pdf" else form.partition("/")[0]
+        if kind not in _PREFIXES:
+            raise InvalidRequestError(
+                "the name of the file must end as that of a picture, a video or a PDF document",
+                param="file",
+            )
+        return self._served.media.draft(self._owner, _PREFIXES[kind])
 
     def discard(self) -> None:
         """Drop what is not finished."""
@@ -264,7 +300,7 @@ class _Upload:
         if part.name in self._values or (part.name == "file" and self._draft is not None):
             raise InvalidRequestError(f"{part.name} is given twice", param=part.name)
         if part.name == "file":
-            self._draft = self._store.draft(self._owner)
+            self._draft = self._draft_of(part.filename or "")
             self._filename = _shown_name(part.filename or "")
         elif part.name in _FIELDS:
             self._values[part.name] = b""

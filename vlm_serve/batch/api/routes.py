@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -84,3 +85,5 @@ class BatchRoutes(ServedBatches):
         """End all batches and delete all files."""
         if self.kept is not None:
             await self.kept.close()
+        if self.media is not None:
+            await asyncio.to_thread(self.media.close)

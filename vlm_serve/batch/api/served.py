@@ -9,6 +9,7 @@ from fastapi import Request
 from vlm_serve.batch.batches import Batches
 from vlm_serve.batch.file_store import FileStore
 from vlm_serve.batch.run import Surroundings
+from vlm_serve.preprocess.reading.conversation import StoredUpload
 from vlm_serve.server.http.auth import Owner, owner_of
 from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.service import Service
@@ -18,13 +19,15 @@ BATCH_SHARE = 0.75
 
 
 class ServedBatches:
-    """A server's files and batches; without the option `batch_store` it has none.
+    """A server's files and batches; without the options `batch_store` and `media_files` it has
+    none.
 
     Args:
         service: the server.
 
     Attributes:
-        kept: the files and batches; None: the server has none.
+        kept: the batches and their files; None: the server has none.
+        media: files of pictures, videos and documents; None: the server keeps none.
 
     Raises:
         ConfigError: there is no usable folder for files.
@@ -35,6 +38,15 @@ class ServedBatches:
         size = service.config.batch_store
         assert not isinstance(size, str)
         self.kept = None if size is None else Batches(_surroundings(service, size))
+        space = service.config.media_files
+        assert not isinstance(space, str)
+        self.media = None if space is None else FileStore(space, "--media-files")
+        service.state.stored_media = self._medium
+
+    def _medium(self, owner: Owner, file_id: str) -> StoredUpload | None:
+        """See `StoredMedia`."""
+        file = None if self.media is None else self.media.get(owner, file_id)
+        return None if file is None else StoredUpload(file.path, file.num_bytes)
 
     @property
     def batches(self) -> Batches:
@@ -52,8 +64,19 @@ class ServedBatches:
 
     @property
     def store(self) -> FileStore:
-        """The files; it raises as `batches` does."""
+        """The files of batches; it raises as `batches` does."""
         return self.batches.store
+
+    @property
+    def stores(self) -> list[FileStore]:
+        """All files; it raises as `batches` does if there is no store."""
+        media = [] if self.media is None else [self.media]
+        return media if media and self.kept is None else [self.store, *media]
+
+    def store_of(self, owner: Owner, file_id: str) -> FileStore:
+        """Return the store that has a file; one without it if none has."""
+        stores = self.stores
+        return next((each for each in stores if each.get(owner, file_id)), stores[0])
 
 
 def _surroundings(service: Service, size: int) -> Surroundings:

@@ -75,6 +75,9 @@ class PromptMedia:
         hash: first hexadecimal digits of its content hash.
         source: "encoded": by the vision tower; "cached": the embedding was on the device; a lower
             tier's name: the embedding was fetched from there; "reused": no embedding was needed.
+        width, height: its size after the resize, in pixels.
+        item: index of its medium in the prompt.
+        item_hash: hash of the whole medium, in 32 hexadecimal digits.
     """
 
     offset: int
@@ -82,6 +85,10 @@ class PromptMedia:
     kind: str
     hash: str
     source: str
+    width: int = 0
+    height: int = 0
+    item: int = 0
+    item_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)

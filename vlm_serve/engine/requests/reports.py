@@ -68,6 +68,7 @@ def prompt_media(
             return recalled[start]
         return "reused" if start < boundary else "cached"
 
+    media = prompt.media
     return tuple(
         PromptMedia(
             offset=span.start,
@@ -75,6 +76,10 @@ def prompt_media(
             kind=span.modality,
             hash=span.content_hash.hex()[:HASH_CHARACTERS],
             source=source(span.start),
+            width=span.grid[2] * media[span.item].patch_size,
+            height=span.grid[1] * media[span.item].patch_size,
+            item=span.item,
+            item_hash=media[span.item].name,
         )
         for span in prompt.spans
     )

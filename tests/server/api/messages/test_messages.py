@@ -276,7 +276,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: anthropic.Anthropi
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
          "messages[0].content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {
-            "type": "file", "file_id": "f"}}]}]}, "messages[0].content[0].source.type"),
+            "type": "file", "file_id": "file-vid-1"}}]}]}, "messages[0].content[0].source.file_id"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
          "messages[0].content[0].text"),
         ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]},

@@ -230,7 +230,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> 
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
          "input[0].content[0].file_data"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": ""}]}]},
          "input[0].content[0].file_id"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "name": "x", "call_id": "c", "arguments": "["}]},

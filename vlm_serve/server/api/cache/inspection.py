@@ -10,7 +10,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -54,7 +54,7 @@ class CachePrompt(PromptOrMessages):
 
 
 class ProbeRequest(CachePrompt):
-    pass
+    tells_media: ClassVar[bool] = True
 
 
 class FlushRequest(ExactModel):

@@ -143,7 +143,9 @@ def _target(
     """Return the body, its node or a function that makes its prompt, and headers."""
     body = validate(value, PinRequest)
     if body.key is None:
-        return body, *preparation_of(service, request, body, read_conversation("chat", value))
+        media = service.state.client_media(request.scope, body.cache_salt)
+        conversation = read_conversation("chat", value, media)
+        return body, *preparation_of(service, request, body, conversation)
     given = {name for name, field in value.items() if field is not None}
     if given - {"key", "ttl_seconds", "model"}:
         raise InvalidRequestError("key must come without a prompt", param="key")

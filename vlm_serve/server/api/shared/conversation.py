@@ -17,7 +17,7 @@ from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.media.loading import is_remote
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaName, StoredUpload
 from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.rendering import Rendering
 from vlm_serve.preprocess.text.template import SWITCH, TemplateTraits
@@ -56,6 +56,8 @@ def check_media_sources(conversation: Conversation) -> None:
 
 
 def _is_url(url: object) -> bool:
+    if isinstance(url, MediaName | StoredUpload):  # no text of a body is one
+        return True
     return isinstance(url, str) and url[:8].lower().startswith(SCHEMES)
 
 

@@ -102,6 +102,11 @@ class AnswerRequest(RequestModel):
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
 
     @property
+    def tells_media(self) -> bool:
+        """True if the response tells hashes of the prompt's media."""
+        return bool(self.cache_report)
+
+    @property
     def only_prompt(self) -> bool:
         """True if the prompt is to be computed without an answer. The engine generates at least one
         token all the same, which the response leaves out."""
@@ -203,6 +208,10 @@ class PromptMediaBody(BaseModel):
     kind: str
     hash: str
     source: str
+    width: int
+    height: int
+    item: int
+    item_hash: str
 
 
 class KeptMarkBody(BaseModel):

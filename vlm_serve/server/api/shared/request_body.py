@@ -75,7 +75,9 @@ async def read_prompt(
 
     def read(value: Any, body: M) -> T:
         value = value if completed is None else completed(body, value)
-        conversation = read_conversation(api, value)
+        salt, tells = getattr(body, "cache_salt", None), getattr(body, "tells_media", False)
+        media = service.state.client_media(request.scope, salt, tells=tells)
+        conversation = read_conversation(api, value, media)
         name = service.state.affinity_name(getattr(body, "model", None))
         note_affinity(request.scope, conversation, name)
         return use(body, conversation)
