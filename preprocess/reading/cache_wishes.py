@@ -101,13 +101,14 @@ def read_wishes(
         said[-1] = _signed(said[-1], sign(CONTROL, CONTROL, whole))[0]
     if wishes.marks:
         conversation = read({**body, **marked})
-        texts = [*strings_of(conversation.messages), *strings_of(conversation.tools)]
-        seen = [mark for mark in wishes.marks if any(mark.sign in text for text in texts)]
-        unused = [mark for mark in wishes.marks if mark not in seen[-MOST_MARKS:]]
-        ignored += [mark.place for mark in unused]
-        wishes.marks = seen[-MOST_MARKS:]
-        wishes.marked = conversation if wishes.marks else None
         wishes.signs = re.compile(f"{_BEGIN}{nonce}[0-9]+{_END}")
+        texts = [*strings_of(conversation.messages), *strings_of(conversation.tools)]
+        # There may be as many marks as texts: each text is read once, whatever their number.
+        seen = {sign for text in texts for sign in wishes.signs.findall(text)}
+        counting = [mark for mark in wishes.marks if mark.sign in seen][-MOST_MARKS:]
+        ignored += [mark.place for mark in wishes.marks if mark not in counting]
+        wishes.marks = counting
+        wishes.marked = conversation if counting else None
     wishes.uncached = mode == "explicit" and not wishes.marks
     return wishes
 
