@@ -401,10 +401,12 @@ class Preprocessor:
         texts = [typed.restore(piece.text) for piece in kept if not piece.is_special]
         encoded = iter(self.known_text.pieces.encode_all(texts, cache_salt, near, unseen))
         tokens = tuple(None if piece.is_special else next(encoded) for piece in kept)
+        marks: tuple[tuple[int, float], ...] = ()
+        if kept == pieces:
+            marks = places_of(request, typed, text, self._marked(conversation))
         cut = kept != pieces or conversation.answer_ids is not None
         if conversation.answer_ids:
             kept, tokens = answer_begun(kept, tokens, conversation.answer_ids)
-        marks = () if cut else places_of(request, typed, text, self._marked(conversation))
         return Rendering(
             roots,
             cache_salt,

@@ -24,7 +24,7 @@ _SECONDS = {
     CONTROL: {None: 300.0, "5m": 300.0, "1h": 3600.0},
     BREAKPOINT: {None: 1800.0, "30m": 1800.0, "12h": 43200.0},
 }
-_LISTS = frozenset({"content", "output", "summary", "tool_calls"})
+_LISTS = frozenset({"content", "instructions", "output", "summary", "tool_calls"})
 _OBJECTS = frozenset(
     {
         "file",
@@ -87,11 +87,7 @@ def read_wishes(
         wishes.marks.append(AskedMark(text, seconds, ttl, place))
         return text
 
-    def unread(place: str, name: str, value: Any) -> str:
-        ignored.append(place)
-        return ""
-
-    with_signs(fields.get("prediction"), "prediction", unread)
+    unmarked(fields.get("prediction"), "prediction", ignored)
     prompt = {name: value for name, value in fields.items() if name != "prediction"}
     marked = {name: with_signs(value, name, sign) for name, value in prompt.items()}
     # A mark of the whole request stands at the end of its last message.
@@ -101,13 +97,14 @@ def read_wishes(
         said[-1] = _signed(said[-1], sign(CONTROL, CONTROL, whole))[0]
     if wishes.marks:
         conversation = read({**body, **marked})
-        texts = [*strings_of(conversation.messages), *strings_of(conversation.tools)]
-        seen = [mark for mark in wishes.marks if any(mark.sign in text for text in texts)]
-        unused = [mark for mark in wishes.marks if mark not in seen[-MOST_MARKS:]]
-        ignored += [mark.place for mark in unused]
-        wishes.marks = seen[-MOST_MARKS:]
-        wishes.marked = conversation if wishes.marks else None
         wishes.signs = re.compile(f"{_BEGIN}{nonce}[0-9]+{_END}")
+        texts = [*strings_of(conversation.messages), *strings_of(conversation.tools)]
+        # There may be as many marks as texts: each text is read once, whatever their number.
+        seen = {sign for text in texts for sign in wishes.signs.findall(text)}
+        counting = [mark for mark in wishes.marks if mark.sign in seen][-MOST_MARKS:]
+        ignored += [mark.place for mark in wishes.marks if mark not in counting]
+        wishes.marks = counting
+        wishes.marked = conversation if counting else None
     wishes.uncached = mode == "explicit" and not wishes.marks
     return wishes
 
@@ -139,6 +136,16 @@ def without_marks(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
     Fields with free content, such as arguments and schemas, are not searched.
     """
     return with_signs(value, where, lambda place, name, value: "", depth)
+
+
+def unmarked(value: Any, where: str, ignored: list[str]) -> Any:
+    """Return what `without_marks` returns, and name the places of the marks."""
+
+    def unread(place: str, name: str, value: Any) -> str:
+        ignored.append(place)
+        return ""
+
+    return with_signs(value, where, unread)
 
 
 def with_signs(value: Any, where: str, sign: Sign, depth: int = MAX_DEPTH) -> Any:

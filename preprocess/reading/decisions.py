@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.reading.cache_wishes import unmarked
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_response
 from vlm_serve.preprocess.reading.parts import read_content
@@ -88,9 +89,13 @@ def read_state(body: Mapping[str, Any], conversation: Conversation) -> None:
     conversation.messages.append({"role": "user", "content": content})
 
 
-def read_questions(given: Any) -> list[Question]:
-    """Read the questions of `/v1/decisions`. Raises InvalidRequestError, naming the field."""
-    questions = list_of(given, "questions")
+def read_questions(given: Any, ignored: list[str]) -> list[Question]:
+    """Read the questions of `/v1/decisions`. Raises InvalidRequestError, naming the field.
+
+    Args:
+        ignored: gets the places of cache marks, which have an effect in the input alone.
+    """
+    questions = list_of(unmarked(given, "questions", ignored), "questions")
     _check_count(len(questions))
     return [_question(each, f"questions[{at}]") for at, each in enumerate(questions)]
 

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from functools import partial
 
 import pytest
 from cache_texts import END_OF_TURN, Text
 from cache_world import World, make_world
+from lines_run import lines_of
 
 from vlm_serve.cache.node_table import NOBODY
-
-
-def lines_of(call: Callable[[], None]) -> int:
-    """Count the lines of Python that a call runs, tests' own and the standard library's left
-    out."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += event == "line" and "/cache/" in frame.f_code.co_filename
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def conversation(blocks: int) -> Text:
@@ -67,7 +46,7 @@ def test_no_line_runs_for_each_block_of_a_hit() -> None:
     counts = []
     for blocks in (8, 64, 512):
         world, text = computed(blocks)
-        counts.append(lines_of(lambda world=world, text=text: hit(world, text)))  # type: ignore[misc]
+        counts.append(lines_of("/cache/", partial(hit, world, text)))
         world.check()
     # Finding the deepest known block takes a step more for each doubling.
     assert counts[2] - counts[0] <= 40, counts

@@ -155,7 +155,7 @@ def test_many_options_have_labels_of_several_tokens(pipe: Pipeline) -> None:
     conversation.messages[0]["content"] = "Hello"
     preprocessor = pipe.engine.preprocessor
     traits = preprocessor.template_traits
-    read = read_questions([question])
+    read = read_questions([question], [])
     (asked,) = ask(conversation, read, pipe.tokenizer, traits)
     prompt = list(preprocessor.prepare(asked.prompts[0][0]).token_ids)
     assert len(asked.prompts) == 4  # of all, and of those with A, B and C

@@ -347,8 +347,8 @@ class Pipeline:
             options: as for `chat`, without those of the answer's beginning.
         """
         check_mass(refuse_below)
-        read = partial(read_system_one, assets={}) if isinstance(questions, Mapping) else None
-        given = (read or read_questions)(questions)
+        named = isinstance(questions, Mapping)
+        given = read_system_one(questions, {}) if named else read_questions(questions, [])
         body = {name: options.pop(name) for name in _ABOUT if name in options}
         about = read_conversation("chat", {"messages": conversation_of(messages), **body})
         asked = ask(about, given, self.tokenizer, self._traits)

@@ -18,7 +18,7 @@ SHOWN = {"type": "image", "image": "image"}
 def said(content: Any, question: dict[str, Any], labels: list[str]) -> Any:
     """What the last message says."""
     about = read_conversation("decisions", {"input": content})
-    (read,) = read_questions([question])
+    (read,) = read_questions([question], [])
     return conversation_about(about, read, labels).messages[-1]["content"]
 
 
@@ -90,7 +90,7 @@ def test_bad_questions_are_named(questions: Any, param: str) -> None:
         if isinstance(questions, dict):
             read_system_one(questions, {})
         else:
-            read_questions(questions)
+            read_questions(questions, [])
     assert raised.value.param == param
 
 

@@ -6,10 +6,12 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from conversation import picture, say
+from lines_run import lines_of
 from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError
@@ -217,3 +219,15 @@ def test_content_that_holds_itself_is_refused_or_read() -> None:
     part["content"] = [part]
     found = read_conversation("chat", {"messages": [say(part)]})
     assert found.messages[0]["content"] == [{"type": "text", "text": "T"}]
+
+
+def test_reading_marks_takes_time_in_proportion_to_their_number() -> None:
+    """Each mark used to be sought in each text: ten thousand took a quarter of a minute."""
+    counts = []
+    for number in (50, 200):
+        part = {"type": "text", "text": "a", "cache_control": {}}
+        body = {"messages": [say("user", *[{**part} for _ in range(number)])]}
+        read = read_conversation("chat", body)
+        assert len(read.cache.marks) == 4 and len(read.ignored) == number - 4
+        counts.append(lines_of("/reading/", partial(read_conversation, "chat", body)))
+    assert counts[1] < 5 * counts[0], counts

@@ -36,6 +36,7 @@ from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
     Items,
     Optional,
+    PromptCacheOptions,
     Table,
     add_usage,
     cache_report_body,
@@ -52,6 +53,7 @@ class QuestionsRequest(AnswerRequest):
     """The fields that both bodies share."""
 
     refuse_below: float | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     chat_template_kwargs: Table[Any] | None = None
     mm_processor_kwargs: Table[Any] | None = None
     media_io_kwargs: Table[Any] | None = None
@@ -90,7 +92,7 @@ class DecisionAnswer(BaseModel):
 
 class Judged(BaseModel):
     """The fields that both responses share. The usage counts the input for each prompt; reports are
-    those of the prompts, in their order."""
+    those of the prompts, in their order, if these may use the cache."""
 
     model: str
     usage: dict[str, Any]
@@ -108,8 +110,8 @@ class SystemOne(Judged):
 async def decisions(service: Service, request: Request) -> Response:
     """Answer questions about an input. It raises as `_answer` does."""
 
-    def questions_of(body: DecisionsRequest) -> list[Question]:
-        return read_questions(body.questions)
+    def questions_of(body: DecisionsRequest, ignored: list[str]) -> list[Question]:
+        return read_questions(body.questions, ignored)
 
     def made(answers: list[Answer], shared: dict[str, Any]) -> Decision:
         return Decision(answers=list(map(_decided, answers)), **shared)
@@ -120,7 +122,7 @@ async def decisions(service: Service, request: Request) -> Response:
 async def systemone(service: Service, request: Request) -> Response:
     """Answer named questions about a state. It raises as `_answer` does."""
 
-    def questions_of(body: SystemOneRequest) -> list[Question]:
+    def questions_of(body: SystemOneRequest, ignored: list[str]) -> list[Question]:
         return read_system_one(body.questions, assets_of({"assets": body.assets}))
 
     def made(answers: list[Answer], shared: dict[str, Any]) -> SystemOne:
@@ -176,7 +178,7 @@ async def _answer(
     request: Request,
     api: str,
     model: type[B],
-    questions_of: Callable[[B], list[Question]],
+    questions_of: Callable[[B, list[str]], list[Question]],
     reply: Reply,
 ) -> Response:
     """Answer the questions of a request, which has no stream.
@@ -192,8 +194,9 @@ async def _answer(
         if body.stream:
             raise InvalidRequestError("stream is not possible here", param="stream")
         check_mass(body.refuse_below or 0.0)
+        about.ignored += (body.prompt_cache_options or PromptCacheOptions()).ignored
         headers = ignored_header(ignored_fields(body.model_extra or {}), about.ignored)
-        asked = ask(about, questions_of(body), tokenizer, traits)
+        asked = ask(about, questions_of(body, about.ignored), tokenizer, traits)
         prompts = enumerate(prompt for each in asked for prompt in each.prompts)
         return body, headers, asked, [_task(incoming, api, body, *each) for each in prompts]
 
@@ -207,7 +210,8 @@ async def _answer(
     shared: dict[str, Any] = {"model": service.state.resolve_model(body.model)}
     shared["usage"] = _usage(generations)
     if body.cache_report:
-        shared["cache_report"] = [cache_report_body(each.cache_report) for each in generations]
+        reports = (cache_report_body(each.cache_report) for each in generations)
+        shared["cache_report"] = [each for each in reports if each is not None] or None
     content = reply(answers, shared).model_dump_json()
     return Response(content, headers=dict(headers), media_type="application/json")
 

@@ -168,16 +168,74 @@ def test_bad_requests_are_named(
     assert answer.json()["error"]["param"] == param, answer.text
 
 
-def test_unknown_fields_and_marks_are_named(
+BREAK = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+def test_what_has_no_effect_is_named(served: tuple[RunningServer, Pipeline]) -> None:
+    """Also marks in questions, whose prompts nobody continues."""
+    part = {"type": "input_text", "text": "It rains.", **BREAK}
+    body = {
+        "input": "Rain",
+        "questions": [{"type": "predicate", "instructions": [part]}],
+        "safety_identifier": "me",
+        "prompt_cache_options": {"prewarm": True},
+    }
+    answer = served[0].post("/v1/decisions", body)
+    ok(answer)
+    named = answer.headers["x-vlm-serve-ignored-fields"].split(", ")
+    place = "questions[0].instructions[0].prompt_cache_breakpoint"
+    assert sorted(named) == ["prompt_cache_options.prewarm", place, "safety_identifier"]
+
+
+def test_a_marked_picture_in_a_question_is_read(
     served: tuple[RunningServer, Pipeline], url: str
 ) -> None:
-    part = {
-        "type": "input_image",
-        "image_url": url,
-        "prompt_cache_breakpoint": {"mode": "explicit"},
+    part = {"type": "input_image", "image_url": url}
+    answers = []
+    for each in (part, part | BREAK):
+        question = {"type": "predicate", "instructions": [each]}
+        body = {"input": "Rain", "questions": [question]}
+        answers.append(ok(served[0].post("/v1/decisions", body))["answers"])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("labels", [2, 255])
+def test_a_mark_in_the_input_is_a_cut_point_of_each_prompt(
+    served: tuple[RunningServer, Pipeline], url: str, labels: int
+) -> None:
+    server, _ = served
+    text = {"type": "input_text", "text": f"Something that {labels} questions are asked about."}
+    parts = [{"type": "input_image", "image_url": url}, text]
+    choices = [{"value": str(number)} for number in range(labels)]
+    question = {"type": "choice", "instructions": "Which?", "choices": choices}
+    body: dict[str, Any] = {"questions": [question], "cache_report": True}
+    asked = body | {"input": [{"role": "user", "content": [*parts[:1], text | BREAK]}]}
+    marked = server.post("/v1/decisions", asked)
+    assert "x-vlm-serve-ignored-fields" not in marked.headers
+    positions = {tuple(m["position"] for m in each["marks"]) for each in ok(marked)["cache_report"]}
+    ((position,),) = positions
+    assert position % 16
+    other = {"type": "predicate", "instructions": "It is dark."}
+    body |= {"questions": [other], "input": [{"role": "user", "content": parts}]}
+    (report,) = ok(server.post("/v1/decisions", body))["cache_report"]
+    assert report["boundary"] == position
+    with_options = asked | {"prompt_cache_options": {"ttl": "12h"}}
+    for each in ok(server.post("/v1/decisions", with_options))["cache_report"]:
+        assert {mark["seconds"] for mark in each["marks"]} == {43200}
+
+
+def test_a_request_without_a_cache_has_no_report(served: tuple[RunningServer, Pipeline]) -> None:
+    body = {
+        "input": "It rains.",
+        "questions": QUESTIONS[:1],
+        "cache_report": True,
+        "prompt_cache_options": {"mode": "explicit"},
     }
-    body = {"input": [{"role": "user", "content": [part]}], "questions": QUESTIONS[:1]}
-    answer = served[0].post("/v1/decisions", body | {"safety_identifier": "me"})
-    ok(answer)
-    named = answer.headers["x-vlm-serve-ignored-fields"]
-    assert "safety_identifier" in named and "input[0].content[0]" in named
+    for _ in range(2):
+        answer = ok(served[0].post("/v1/decisions", body))
+        assert answer["usage"]["input_tokens_details"]["cached_tokens"] == 0
+        assert "cache_report" not in answer
+    options = {"mode": "none"}
+    refused = served[0].post("/v1/decisions", body | {"prompt_cache_options": options})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt_cache_options.mode"

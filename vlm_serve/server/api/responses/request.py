@@ -118,9 +118,8 @@ class ResponsesRequest(AnswerRequest):
                 conversation.ignored.append(f"include[{at}]")
             elif name not in (_LOGPROBS, _THOUGHT):
                 raise unsupported("include", name)
-        options = self.prompt_cache_options
-        names = (options and options.model_extra) or ()
-        conversation.ignored += [f"prompt_cache_options.{name}" for name in names]
+        if self.prompt_cache_options is not None:
+            conversation.ignored += self.prompt_cache_options.ignored
         conversation = set_variables(
             conversation,
             traits,

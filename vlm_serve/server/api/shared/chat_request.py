@@ -114,10 +114,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
             InvalidRequestError: a field is invalid; the error names it.
         """
         check_stream(self.stream, self.stream_options, self.prompt_logprobs)
-        options = self.prompt_cache_options or PromptCacheOptions()
-        conversation.ignored += [
-            f"prompt_cache_options.{name}" for name in options.model_extra or ()
-        ]
+        conversation.ignored += (self.prompt_cache_options or PromptCacheOptions()).ignored
         conversation = set_variables(
             conversation, traits, effort=self.reasoning_effort, verbosity=self.verbosity
         )

@@ -128,6 +128,11 @@ class PromptCacheOptions(RequestModel):
     mode: str | None = None
     ttl: str | None = None
 
+    @property
+    def ignored(self) -> list[str]:
+        """Places of the members without effect."""
+        return [f"prompt_cache_options.{name}" for name in self.model_extra or ()]
+
 
 def check_stream(
     stream: bool | None, stream_options: StreamOptions | None, prompt_logprobs: int | None
