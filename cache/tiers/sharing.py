@@ -26,15 +26,14 @@ from vlm_serve.cache.tiers.transfer import Transfer, read_entry
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_LIKELY = frozenset({"media", "system", "junction", "tier", "mark"})
 POLICIES: dict[str, frozenset[str] | None] = {
-    "media": frozenset({"media", "system", "junction", "tier"}),
-    "stable": frozenset(
-        {"media", "system", "junction", "tier", "stable_end", "prompt_end", "message", "decode"}
-    ),
+    "media": _LIKELY,
+    "stable": _LIKELY | {"stable_end", "prompt_end", "message", "decode"},
     "all": None,
 }
 """Kinds of snapshots that are shared; None: all. Content loaded from a tier counts as requested
-again."""
+again, and a mark says that it will be."""
 MAX_WRITE_REQUESTS = 4096
 MOST_OFFERED_BYTES = 128 << 20
 """Most bytes of entries with their content that wait to be written."""

@@ -271,8 +271,8 @@ class EngineConfig:
     shared_store_write: str = _cache(
         "stable",
         "entries to write to the shared store: media (up to the ends of media, of the system "
-        "prompt and of prefixes that two prompts share), stable (also up to the ends of turns), "
-        "all (up to every snapshot)",
+        "prompt and of prefixes that two prompts share, and up to cache marks), stable (also up "
+        "to the ends of turns), all (up to every snapshot)",
         choices=("media", "stable", "all"),
     )
     shared_store_write_bandwidth: int | str = _cache(
