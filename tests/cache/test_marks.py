@@ -93,7 +93,7 @@ def test_what_a_lower_tier_has_at_a_mark_is_asked_for_without_it() -> None:
         EntryId(Kind.STATE, marked.keys.tails[11]),
     }
     below = {origin.id(each.kind, each.key) for each in below}
-    assert below <= {*query.ids()}
+    assert below <= {*query.states(), *query.kv()}
     deeper = query.choose(dict.fromkeys(below, "host"))
     assert deeper is not None and deeper.boundary == 11
     world.cache.flush()
