@@ -68,7 +68,7 @@ def engines(
 
 
 def settle(pipe: Pipeline) -> None:
-    tiers = pipe.engine._loop.tiers._tiers
+    tiers = pipe.engine._tiers._tiers
     assert tiers is not None and tiers.sharer is not None
     while not tiers.sharer.idle:
         time.sleep(0.005)
@@ -79,7 +79,7 @@ def forget(pipe: Pipeline) -> None:
 
     def run() -> None:
         pipe.engine._cache.flush()
-        pipe.engine._loop.tiers._tiers.fetcher.forget()  # type: ignore[union-attr]
+        pipe.engine._tiers._tiers.fetcher.forget()  # type: ignore[union-attr]
 
     pipe.engine.call(run)
 
