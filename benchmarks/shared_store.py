@@ -68,7 +68,7 @@ def engines(
 
 
 def settle(pipe: Pipeline) -> None:
-    tiers = pipe.engine._loop.tiers._tiers
+    tiers = pipe.engine._tiers._tiers
     assert tiers is not None and tiers.sharer is not None
     while not tiers.sharer.idle:
         time.sleep(0.005)
@@ -79,7 +79,7 @@ def forget(pipe: Pipeline) -> None:
 
     def run() -> None:
         pipe.engine._cache.flush()
-        pipe.engine._loop.tiers._tiers.fetcher.forget()  # type: ignore[union-attr]
+        pipe.engine._tiers._tiers.fetcher.forget()  # type: ignore[union-attr]
 
     pipe.engine.call(run)
 
@@ -156,19 +156,20 @@ def speeds(model: str | Path, store: StoreServer) -> None:
         answer(first, prompt)
         settle(first)
         writing = first.engine.stats()["tiers"]["shared_written_bytes"]
-        tiers = second.engine._loop.tiers._tiers
+        tiers = second.engine._tiers._tiers
         assert tiers is not None
         kept: dict[str, float] = {}
 
         async def whole() -> None:
             began, stack = time.perf_counter(), tiers.stack
-            places = await stack.locate(question.ids())
+            places = await stack.locate([*question.records(), *question.states()])
+            places |= await stack.locate(question.kv())
             kept["look-up"] = time.perf_counter() - began
             began = time.perf_counter()
             found = await stack.get(list(places))
             kept["reading"] = time.perf_counter() - began
             kept["bytes"] = sum(len(entry.payload) for entry in found.values())
-            kept["ids"] = len(question.ids())
+            kept["ids"] = len([*question.records(), *question.states(), *question.kv()])
 
         keys = second.engine.preprocessor.prepare_tokens(prompt).keys
         cache = second.engine._cache

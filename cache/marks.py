@@ -56,6 +56,12 @@ class KnownMarks:
             _subtract(self._depths, place.root, place.depth)
             _subtract(self._rests, place.branch, place.rest)
 
+    def beside(self, tail: bytes) -> tuple[bytes, set[int]] | None:
+        """Return the key of the block that a marked tail follows, and the lengths of all known
+        tails behind that block; None for a tail without a mark."""
+        place = self._tails.get(tail)
+        return None if place is None else (place.branch, set(self._rests[place.branch]))
+
     def cuts(self, keys: PromptKeys) -> list[int]:
         """Return the known marks before which a prompt has the same tokens and media."""
         size, found = keys.block_size, list[int]()

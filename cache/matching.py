@@ -135,8 +135,8 @@ def shared_cut(keys: PromptKeys, other: PromptKeys, *, least: int, limit: int) -
     """Return the deepest cut point in `[least, limit]`, outside of media spans, before which two
     prompts are the same; 0 if there is none.
 
-    A cut point depends only on the tokens before it, so it is one of both prompts; marks are after
-    `PromptKeys.bring_from`.
+    A cut point depends only on the tokens before it, so it is one of both prompts. Marks of the
+    other prompt are after `PromptKeys.bring_from`; others are only where both have them.
 
     Args:
         keys: of the prompt whose boundary is wanted.
@@ -158,7 +158,7 @@ def shared_cut(keys: PromptKeys, other: PromptKeys, *, least: int, limit: int) -
         cut = keys.cuts[index]
         if cut < least:
             break
-        equal = cut <= full * size or other.tails.get(cut) == keys.tails[cut]
+        equal = cut % size == 0 or other.tails.get(cut) == keys.tails[cut]
         if equal and not keys.inside_span(cut):
             return cut
     return 0

@@ -157,9 +157,9 @@ class Publisher:
         node.answered = max(0, end - max(start, self._answer_start))
         if index == self._lease.boundary // self._block_size:
             node.answered += self._lease.answered
-        self._ledger.add_node(node)
-        if end in self._keys.brought:
+        if end in self._keys.brought:  # first, because who is told of the node asks for its mark
             self._ledger.marks.add(self._keys, end)
+        self._ledger.add_node(node)
         return node
 
     def _block(self, index: int) -> Block:

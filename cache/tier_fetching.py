@@ -107,6 +107,7 @@ class TierFetcher:
         adopted = False
         if arrival is not None and fetch.generation == self._generation:
             try:
+                fetch.query.keys.bring([arrival.boundary])
                 adopted = self._adopt(fetch.query.keys, arrival)
             except Exception:
                 failed = True
@@ -148,7 +149,17 @@ class TierFetcher:
         )
 
     async def _choose(self, query: TierQuery, since: float | None = None) -> Deeper | None:
-        return query.choose(await self._stack.locate(query.ids(), since))
+        """Look up snapshots and records of marks first; without any, look up nothing else."""
+        stack, states = self._stack, query.states()
+        first = states if query.has_state else query.kv()
+        places = await stack.locate([*query.records(), *first], since)
+        records = [entry_id for entry_id in places if entry_id.kind is Kind.MARKS]
+        if records:
+            query = query.with_marks((await stack.get(records, since)).values())
+        rest = {*query.states(), *query.kv()} - {*first}
+        if rest and (query.told or len(places) > len(records)):
+            places |= await stack.locate(rest, since)
+        return query.choose(places)
 
     async def _read(self, deeper: Deeper, since: float) -> TierReading:
         needed = deeper.needed

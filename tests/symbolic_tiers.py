@@ -136,7 +136,7 @@ class SymbolicTiers:
         if self.stores and cache.config.enabled:
             self.stack = StackInCaller(Origin(bytes(32)), self.stores)
             self.counts = self.stack.counts
-            self.saver = TierSaver(self.stack, self.transfer, cache.config)
+            self.saver = TierSaver(self.stack, self.transfer, cache.config, cache.ledger.marks)
             self.saver.listen(cache.events)
             self.fetcher = TierFetcher(cache, self.stack, self.transfer)
             form = EmbeddingForm(CONTENT_BYTES, torch.uint8)

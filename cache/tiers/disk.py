@@ -533,7 +533,7 @@ class DiskStore(DiskFile):
         return sealed
 
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
-        present = await self.contains(entries)
+        present = {each for each in await self.contains(entries) if each.kind is not Kind.MARKS}
         self.use(present)
         new = {
             entry_id: content for entry_id, content in entries.items() if entry_id not in present

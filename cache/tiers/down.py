@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.events import CacheEvents
+from vlm_serve.cache.marks import KnownMarks
 from vlm_serve.cache.records import Node, Snapshot
 from vlm_serve.cache.tiers.entry import Kind
+from vlm_serve.cache.tiers.mark_records import record_beside
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.transfer import Transfer, read_entry
 
@@ -23,12 +25,16 @@ class TierSaver:
         stack: the tiers.
         transfer: reads blocks and rows.
         config: of the cache.
+        marks: the cut points that prompts have brought.
     """
 
-    def __init__(self, stack: TierStack, transfer: Transfer, config: CacheConfig) -> None:
+    def __init__(
+        self, stack: TierStack, transfer: Transfer, config: CacheConfig, marks: KnownMarks
+    ) -> None:
         self._stack = stack
         self._transfer = transfer
         self._config = config
+        self._marks = marks
         self._wait_seconds = 0.0
         self._silent = False
 
@@ -66,6 +72,10 @@ class TierSaver:
         self._put(Kind.KV, node.key, node)
         if node.experts is not None:
             self._put(Kind.EXPERTS, node.key, node)
+        record = record_beside(node, self._marks, self._stack.origin)
+        # A shared store has the records of all servers: one's own would hide them.
+        if record is not None and self._stack.shared is None and not self._silent:
+            self._stack.put(record, self._wait_seconds)
 
     def _put_snapshot(self, snapshot: Snapshot) -> None:
         assert snapshot.node is not None, "the snapshot has gone already"

@@ -27,16 +27,18 @@ MAX_HEADER_BYTES = _FIXED.size + MAX_LAYOUT_BYTES + CHECKSUM_BYTES
 
 class Kind(IntEnum):
     """KV rows of a block (or of a tail's part of one), a state snapshot, routed expert rows, vision
-    embeddings of a media span, the record of an uploaded file."""
+    embeddings of a media span, the record of an uploaded file, the record of the marked tails
+    behind a block."""
 
     KV = 1
     STATE = 2
     EXPERTS = 3
     EMBEDDINGS = 4
     UPLOAD = 5
+    MARKS = 6
 
 
-OF_PROMPTS = frozenset({Kind.KV, Kind.STATE, Kind.EXPERTS})
+OF_PROMPTS = frozenset({Kind.KV, Kind.STATE, Kind.EXPERTS, Kind.MARKS})
 """Kinds keyed by a node; the others are keyed by a medium."""
 
 
@@ -80,7 +82,7 @@ class Entry:
     Attributes:
         id: kind and key.
         num_tokens: tokens covered by the KV, expert or embedding rows; of a state, its position; of
-            an upload, its media spans.
+            an upload, its media spans; of marks, the tails.
         exact: computed by prefill alone, on an exact prefix.
         layout: dtypes and shapes as text; the reader compares it with its own.
         payload: the bytes.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vlm_serve.cache.matching import key_at
-from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
+from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin
+from vlm_serve.cache.tiers.mark_records import lengths_in
 
 if TYPE_CHECKING:
     from vlm_serve.preprocess.identity.keys import PromptKeys
@@ -65,6 +66,7 @@ class TierQuery:
         tails_above: keys of the tails behind those blocks on the device.
         has_state: False for a model without state layers.
         origin: of this engine's entries.
+        told: cut points of marks that only the tiers know; the keys do not list them.
     """
 
     keys: PromptKeys
@@ -75,15 +77,32 @@ class TierQuery:
     tails_above: frozenset[bytes]
     has_state: bool
     origin: Origin
+    told: tuple[int, ...] = ()
 
-    def ids(self) -> list[EntryId]:
-        """Return the ids of all useful entries, snapshots first."""
-        keys, size, kv = self.keys, self.keys.block_size, Kind.KV
-        cuts = list(self._cuts(self.limit))
-        states = [self._state(cut) for cut in cuts] if self.has_state else []
+    def records(self) -> dict[EntryId, int]:
+        """Map the ids of records of marks to the position where each one's tails begin."""
+        size = self.keys.block_size
+        starts = range(self.least // size * size, self.limit + 1, size)
+        roots = (key_at(self.keys, start) if start else self.keys.root for start in starts)
+        return {self.origin.id(Kind.MARKS, key): at for key, at in zip(roots, starts, strict=True)}
+
+    def states(self) -> list[EntryId]:
+        """Return the ids of the snapshots, of which one is needed."""
+        return [self._state(cut) for cut in self._cuts(self.limit)] if self.has_state else []
+
+    def kv(self) -> list[EntryId]:
+        """Return the ids of KV: of blocks, and of tails."""
+        keys, size = self.keys, self.keys.block_size
         blocks = keys.block_keys[self.depth : self.limit // size]
-        tails = [keys.tails[cut] for cut in cuts if cut % size]
-        return [*states, *(self.origin.id(kv, key) for key in (*blocks, *tails))]
+        tails = [keys.tail(cut) for cut in self._cuts(self.limit) if cut % size]
+        return [self.origin.id(Kind.KV, key) for key in (*blocks, *tails)]
+
+    def with_marks(self, records: Iterable[Entry]) -> TierQuery:
+        """Return the query that considers the marks of these records too."""
+        starts, size = self.records(), self.keys.block_size
+        cuts = {starts[each.id] + rest for each in records for rest in lengths_in(each, size)}
+        new = cuts - self.keys.tails.keys()
+        return replace(self, told=tuple(cut for cut in new if self.least <= cut <= self.limit))
 
     def choose(self, places: Mapping[EntryId, str]) -> Deeper | None:
         """Return the deepest boundary with KV on the device or below and a state below; `places`
@@ -98,7 +117,7 @@ class TierQuery:
                 continue
             tail = None
             if cut % size and not self._on_device(cut):
-                tail = self.origin.id(Kind.KV, keys.tails[cut])
+                tail = self.origin.id(Kind.KV, keys.tail(cut))
                 if tail not in places:
                     continue
             blocks = keys.block_keys[self.depth : cut // size]
@@ -111,7 +130,7 @@ class TierQuery:
 
     def _cuts(self, last: int) -> Iterator[int]:
         """Yield the boundaries worth loading, deepest first."""
-        cuts = self.keys.cuts
+        cuts = sorted([*self.keys.cuts, *self.told]) if self.told else self.keys.cuts
         for index in range(bisect_right(cuts, last) - 1, -1, -1):
             if cuts[index] < self.least:
                 return
@@ -125,7 +144,7 @@ class TierQuery:
         """Return True if the device has the KV of the partial block that ends at `cut`."""
         index = cut // self.keys.block_size
         return index < self.depth or (
-            index == self.depth and self.keys.tails[cut] in self.tails_above
+            index == self.depth and self.keys.tail(cut) in self.tails_above
         )
 
     def _segments(

@@ -20,11 +20,10 @@ from redis.exceptions import InvalidResponse, RedisError
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
 from vlm_serve.cache.tiers.shared_format import (
     MAX_MANIFEST_BYTES,
-    MAX_RECORD_BYTES,
     Keyring,
     Manifest,
     chunks,
-    lies_in_manifest,
+    most_inside,
     new_epoch,
 )
 from vlm_serve.cache.tiers.store import in_batches
@@ -138,17 +137,9 @@ class SharedStore:
     # Reading
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
-        """Look up snapshots first; without any, look up nothing else."""
-        states = [entry_id for entry_id in ids if entry_id.kind is Kind.STATE]
-        others = [entry_id for entry_id in ids if entry_id.kind is not Kind.STATE]
-        manifests = await self._look_up(states) if states else {}
-        if others and (manifests or not states):
-            manifests |= await self._look_up(others)
-        now = asyncio.get_running_loop().time()
-        manifests = {
-            i: manifest for i, manifest in manifests.items() if self._doubted.get(i, now) <= now
-        }
-        self._count_found(len(manifests), len(ids))
+        found, now = await self._look_up(list(ids)), asyncio.get_running_loop().time()
+        manifests = {i: each for i, each in found.items() if self._doubted.get(i, now) <= now}
+        self._count_found(manifests, ids)
         if len(self._manifests) + len(manifests) > _REMEMBERED:
             self._manifests.clear()
         self._manifests |= manifests
@@ -163,7 +154,7 @@ class SharedStore:
         rest = [entry_id for entry_id in ids if entry_id not in manifests]
         if rest:
             looked_up = await self._look_up(rest)
-            self._count_found(len(looked_up), len(rest))
+            self._count_found(looked_up, rest)
             manifests |= looked_up
         sealed = {}
         sized = in_batches(manifests.items(), lambda read: read[1].outline.num_bytes, READ_BYTES)
@@ -213,15 +204,17 @@ class SharedStore:
 
     def _fits(self, entry_id: EntryId, manifest: Manifest) -> bool:
         num_tokens, num_bytes, _ = manifest.outline
-        if len(manifest.payload) != (num_bytes if lies_in_manifest(entry_id) else 0):
+        if len(manifest.payload) != (num_bytes if most_inside(entry_id.kind) else 0):
             return False
         expected = self._size_of(entry_id.kind, num_tokens)
         bounded = entry_id.kind in (Kind.KV, Kind.STATE) or num_bytes <= MAX_OTHER_BYTES
         return bounded and (expected is None or num_bytes == expected)
 
-    def _count_found(self, hits: int, asked: int) -> None:
+    def _count_found(self, found: Iterable[EntryId], asked: Iterable[EntryId]) -> None:
+        """Count hits and misses, but not of marks, which hardly any block has."""
+        hits, total = (sum(i.kind is not Kind.MARKS for i in ids) for ids in (found, asked))
         self._counts["hits"] += hits
-        self._counts["misses"] += asked - hits
+        self._counts["misses"] += total - hits
 
     # Writing
 
@@ -273,7 +266,7 @@ class SharedStore:
         }
         taken = {i: content for i, content in entries.items() if i not in large}
         for entry_id, sealed in taken.items():
-            name, whole = self._keys.name(self._epoch, entry_id), lies_in_manifest(entry_id)
+            name, whole = self._keys.name(self._epoch, entry_id), most_inside(entry_id.kind)
             inside = sealed.payload if whole else b""
             manifest, digest = self._keys.pack(name, sealed.header, inside)
             manifests.append(("SET", name, manifest, "EX", self._lifetime))
@@ -434,11 +427,10 @@ def most_bytes(entry_id: EntryId) -> int:
     """Return the most payload bytes written for an entry."""
     if entry_id.kind in (Kind.KV, Kind.STATE):
         return sys.maxsize
-    return MAX_RECORD_BYTES if lies_in_manifest(entry_id) else MAX_OTHER_BYTES
+    return most_inside(entry_id.kind) or MAX_OTHER_BYTES
 
 
 def manifest_of(entry_id: EntryId, name: bytes) -> tuple[Any, ...]:
     """Return the command that reads a manifest, with one byte more than its limit, so that an
     oversized one shows."""
-    payload = MAX_RECORD_BYTES if lies_in_manifest(entry_id) else 0
-    return ("GETRANGE", name, 0, MAX_MANIFEST_BYTES + payload)
+    return ("GETRANGE", name, 0, MAX_MANIFEST_BYTES + most_inside(entry_id.kind))

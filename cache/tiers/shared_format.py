@@ -5,7 +5,7 @@ keyed checksum of the header and of the manifest's own name. The header holds th
 and checksum. Without the key, a client can neither write a trusted entry nor tell its subject.
 Names are keyed digests of everything in an id, of the model, and of the deployment's epoch. The
 record of an upload has no chunks: it lies in the manifest, masked too, because owners of the same
-file could recognise it.
+file could recognise it. So does a record of marks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ EPOCH_BYTES = 16
 MAX_MANIFEST_BYTES = DIGEST_BYTES + MAX_HEADER_BYTES
 MAX_RECORD_BYTES = 64 << 10
 """Most bytes of an upload's record: that of a video with about 1 600 spans."""
+MAX_MARKS_BYTES = 64
+"""Most bytes of a record of marks: a bit for each token of a block."""
 _CONTEXT = "vlm-serve 2026 shared store, version 1"
 
 
@@ -127,8 +129,9 @@ class Keyring:
         return mixed.to_bytes(len(data), "little")
 
 
-def lies_in_manifest(entry_id: EntryId) -> bool:
-    return entry_id.kind is Kind.UPLOAD
+def most_inside(kind: Kind) -> int:
+    """Return the most payload bytes inside a manifest; 0 for content that lies in chunks."""
+    return {Kind.UPLOAD: MAX_RECORD_BYTES, Kind.MARKS: MAX_MARKS_BYTES}.get(kind, 0)
 
 
 def new_epoch() -> bytes:

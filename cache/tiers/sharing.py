@@ -13,12 +13,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from vlm_serve.cache.events import CacheEvents
+from vlm_serve.cache.marks import KnownMarks
 from vlm_serve.cache.records import Node, Snapshot
-from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Sealed, seal
+from vlm_serve.cache.tiers.entry import BadEntryError, Entry, EntryId, Kind, Sealed, seal, unseal
+from vlm_serve.cache.tiers.mark_records import joined, record_beside
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer, read_entry
@@ -54,10 +57,11 @@ class WritableStore(Store, Protocol):
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
     """A write request. `nodes`: from the root on, or a single one in a model without states.
-    `snapshot`: of the last node."""
+    `snapshot`: of the last node. `marks`: the record of the last node's mark, if it has one."""
 
     nodes: tuple[Node, ...]
     snapshot: Snapshot | None
+    marks: Entry | None = None
 
 
 Source = Node | Snapshot | Entry
@@ -71,6 +75,7 @@ class Sharer:
         stack: whose store and thread are used.
         store: that store.
         transfer: reads blocks and rows, on the engine's thread.
+        marks: the cut points that prompts have brought.
         kinds: of snapshots to share; None: all.
         exact_only: skip entries made by decoding, whose bits are not those of prefill.
         bandwidth: most bytes per second to write.
@@ -85,6 +90,7 @@ class Sharer:
         stack: TierStack,
         store: WritableStore,
         transfer: Transfer,
+        marks: KnownMarks,
         *,
         kinds: frozenset[str] | None,
         exact_only: bool,
@@ -95,6 +101,7 @@ class Sharer:
         self._stack = stack
         self._store = store
         self._transfer = transfer
+        self._marks = marks
         self._kinds, self._exact_only, self._bandwidth = kinds, exact_only, bandwidth
         self._has_state = has_state
         self._lock = threading.Lock()
@@ -122,7 +129,7 @@ class Sharer:
 
     def _node_added(self, node: Node) -> None:
         if node.exact or not self._exact_only:
-            self._add(WriteRequest((node,), None))
+            self._request((node,), None)
 
     def _snapshot_ready(self, snapshot: Snapshot) -> None:
         if self._kinds is not None and snapshot.kind not in self._kinds:
@@ -133,7 +140,11 @@ class Sharer:
             node = node.parent  # type: ignore[assignment]
         if self._exact_only and not (snapshot.exact and all(node.exact for node in path)):
             return
-        self._add(WriteRequest(tuple(reversed(path)), snapshot))
+        self._request(tuple(reversed(path)), snapshot)
+
+    def _request(self, nodes: tuple[Node, ...], snapshot: Snapshot | None) -> None:
+        record = record_beside(nodes[-1], self._marks, self._stack.origin)
+        self._add(WriteRequest(nodes, snapshot, record))
 
     def _read_some(self, wanted: deque[tuple[EntryId, Source]]) -> list[Entry]:
         """Remove entries from the list and read them, about PIECE_BYTES."""
@@ -210,6 +221,19 @@ class Sharer:
             if generation != self._generation:
                 return
             await self._write(entries)
+        for request in requests:
+            if isinstance(request, WriteRequest) and request.marks is not None:
+                await self._tell(request.marks, generation)
+
+    async def _tell(self, record: Entry, generation: int) -> None:
+        """Add marks to what the store has of their block. It is written also if nothing is new,
+        which renews it. Of two servers that write at once the last one wins."""
+        call, store, block = self._stack.caller.call, self._store, record.id
+        sealed = await call(store, store.get, [block], limit=WRITE_SECONDS) or {}
+        with suppress(BadEntryError, KeyError):
+            record = joined(record, unseal(sealed[block], block, self._stack.origin))
+        if generation == self._generation:
+            await self._write([record])
 
     def _sources(self, request: WriteRequest | Entry) -> Iterator[tuple[EntryId, Source]]:
         """Yield ids with the source of their content. The state comes last, because readers look

@@ -129,8 +129,8 @@ def test_lower_tiers_are_asked_for_what_the_device_lacks() -> None:
         EntryId(Kind.STATE, TEXT.keys.tails[PICTURE_END]): "disk",
     }
     question = world.cache.tier_query(TEXT.keys, match, limit=35, origin=ORIGIN)
-    assert question is not None and set(below) <= set(question.ids())
-    assert EntryId(Kind.KV, TEXT.keys.block_keys[4]) not in question.ids(), "the device has it"
+    assert question is not None and set(below) <= {*question.states(), *question.kv()}
+    assert EntryId(Kind.KV, TEXT.keys.block_keys[4]) not in question.kv(), "the device has it"
     found = question.choose(below)
     assert found is not None
     assert found.boundary == PICTURE_END

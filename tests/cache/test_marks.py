@@ -66,6 +66,16 @@ def test_a_follower_meets_its_leader_at_the_leaders_mark() -> None:
     assert shared_cut(other, leader, least=1, limit=17) == 8 and not other.brought
 
 
+def test_a_leader_leaves_nothing_at_a_mark_that_is_its_followers_alone() -> None:
+    """It computes no state there, also where both go on alike behind the mark."""
+    leader, follower = (Text(BEGINNING, [5] * 7, marks=marks).keys for marks in ((), (11,)))
+    follower.bring_from(leader)
+    assert shared_cut(follower, leader, least=1, limit=11) == 8
+    assert shared_cut(follower, leader, least=1, limit=17) == 16
+    leader.mark([11])
+    assert shared_cut(follower, leader, least=1, limit=11) == 11
+
+
 def test_what_a_lower_tier_has_at_a_mark_is_asked_for_without_it() -> None:
     """A mark outlives its node, so that the key of what was evicted is still found."""
     world, origin = make_world(), Origin(bytes(32))
@@ -83,7 +93,7 @@ def test_what_a_lower_tier_has_at_a_mark_is_asked_for_without_it() -> None:
         EntryId(Kind.STATE, marked.keys.tails[11]),
     }
     below = {origin.id(each.kind, each.key) for each in below}
-    assert below <= {*query.ids()}
+    assert below <= {*query.states(), *query.kv()}
     deeper = query.choose(dict.fromkeys(below, "host"))
     assert deeper is not None and deeper.boundary == 11
     world.cache.flush()

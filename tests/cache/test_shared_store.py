@@ -5,17 +5,25 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+from cache_texts import Text
+from cache_world import make_world
 from redis_server import EXECUTABLES, StoreServer, running
 from shared_stores import SECRET, SIZE, Damage, kv, sides, state
 from tier_entries import ORIGIN, entry
 
+from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.entry import Entry, Kind, Origin, seal
+from vlm_serve.cache.tiers.mark_records import record_beside
 from vlm_serve.cache.tiers.shared_format import CHUNK_BYTES, Keyring
+from vlm_serve.cache.tiers.transfer import Transfer
 
 
 @pytest.fixture(scope="module", params=EXECUTABLES)
@@ -60,14 +68,51 @@ def test_every_key_expires_and_what_is_used_again_begins_anew(server: StoreServe
 
 
 def test_without_a_snapshot_nothing_else_is_looked_up(server: StoreServer) -> None:
+    """Nor is more than one call made. A record of marks lets tails of its lengths be looked up."""
+    world, transfer = make_world(min_snapshot_gain=1), cast(Transfer, None)
+    text, marked = (Text(range(10, 50), marks=marks) for marks in ((), (30,)))
+    blocks = [
+        replace(each, id=ORIGIN.id(Kind.KV, key))
+        for each, key in zip(kv(*range(10)), text.keys.block_keys, strict=True)
+    ]
+    world.serve(marked)
+    node = next(node for node in world.cache.nodes() if node.end == 30)
+    record = record_beside(node, world.cache.ledger.marks, ORIGIN)
+    tail = replace(kv(9)[0], id=ORIGIN.id(Kind.KV, marked.keys.tails[30]))
+    states = [
+        replace(state(), id=ORIGIN.id(Kind.STATE, key))
+        for key in (text.keys.block_keys[4], marked.keys.tails[30])
+    ]
+    world.cache.flush()
+    match = world.match(text)
+    assert record is not None and 30 not in text.keys.cuts
+
+    def calls() -> Counter[str]:
+        stats = server.client.info("commandstats")
+        return Counter(
+            {name: int(stats[f"cmdstat_{name}"]["calls"]) for name in ("get", "getrange")}
+        )
+
     with sides(server) as (first, second):
-        first.share(*kv(*range(50)))
-        before = int(server.client.info("commandstats")["cmdstat_getrange"]["calls"])
-        assert second.located(*kv(*range(50)), state()) == 0
-        asked = int(server.client.info("commandstats")["cmdstat_getrange"]["calls"]) - before
-        assert asked == 1
-        first.share(state())
-        assert second.located(*kv(*range(50)), state()) == 51
+        fetcher = TierFetcher(world.cache, second.stack, transfer)
+
+        def looked_up() -> tuple[int, int, int]:
+            """The boundary, with how many calls and entries."""
+            before, future = calls(), fetcher.look_up(text.keys, match, limit=39)
+            deeper = future.result(60) if future is not None else None
+            made = calls() - before
+            return deeper.boundary if deeper is not None else 0, made["get"], made["getrange"]
+
+        first.share(*blocks)
+        second.located(state())  # which reads the epoch
+        assert looked_up() == (0, 1, 9 + 9), "states and records"
+        first.share(states[0])
+        assert looked_up() == (20, 2, 18 + 9)
+        first.share(record)
+        assert looked_up() == (20, 2, 18 + 9 + 2)
+        first.share(states[1], tail)
+        assert looked_up() == (30, 2, 18 + 9 + 2)
+    assert 30 not in text.keys.cuts, "a look-up changes nothing"
 
 
 def test_other_models_ranks_and_keys_find_nothing(server: StoreServer) -> None:

@@ -87,7 +87,7 @@ def make_tiers(
     if address is not None:
         shared = address.open(config, origin, partial(_num_bytes, transfer, form))
     stack = TierStack(origin, stores, shared)
-    saver = TierSaver(stack, transfer, cache.config)
+    saver = TierSaver(stack, transfer, cache.config, cache.ledger.marks)
     if stores:
         saver.listen(cache.events)
     sharer = None
@@ -98,6 +98,7 @@ def make_tiers(
             stack,
             shared,
             transfer,
+            cache.ledger.marks,
             kinds=POLICIES[config.shared_store_write],
             exact_only=not promised,
             bandwidth=bandwidth,
