@@ -43,7 +43,7 @@ def conversation_about(
 def said(question: Question, labels: Sequence[str]) -> Said:
     """Return the words of a question: what is asked, its options, how to answer."""
     pieces: list[str | Mapping[str, Any]] = []
-    if any(question.instructions):
+    if any(each != "" for each in question.instructions):
         pieces += [*question.instructions, "\n"]
     for line in _option_lines(question, labels):
         pieces += [line, "\n"]

@@ -21,7 +21,7 @@ from vlm_serve.preprocess.reading.values import list_of, object_of, plain_data, 
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
-_JSON_DEPTH, _JSON_BYTES = 32, 256 << 10
+_JSON_BYTES = 256 << 10
 _ITEM_LISTS = ("content", "output")
 Kind = Literal["predicate", "choice", "score"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -165,7 +165,7 @@ def _text_for(part: Any, where: str) -> Any:
     data = part.get("data")
     if not isinstance(data, Mapping | list | tuple):
         raise InvalidRequestError(f"{where}.data must be an object or a list", param=where)
-    text = json.dumps(plain_data(data, f"{where}.data", _JSON_DEPTH), ensure_ascii=False)
+    text = json.dumps(plain_data(data, f"{where}.data"), ensure_ascii=False)
     if len(text.encode("utf-8", "surrogatepass")) > _JSON_BYTES:
         raise InvalidRequestError(
             f"{where}.data must have at most {_JSON_BYTES} bytes as JSON", param=where

@@ -171,7 +171,6 @@ def stored_file(part: Mapping[str, Any], where: str, modality: Modality | None =
 
 def _read_media(part: Mapping[str, Any], kind: str, where: str) -> MediaPart:
     modality = _MEDIA_PARTS[kind]
-    uuid = "" if part.get("uuid") is None else _name_of(part, "uuid", where)
     names = (kind, f"{modality}_url", modality, "url")
     name = next((key for key in names if key in part), kind)
     source, options = part.get(name), dict(part)
@@ -179,11 +178,12 @@ def _read_media(part: Mapping[str, Any], kind: str, where: str) -> MediaPart:
         options |= source
         source = source.get("url")
         name += ".url"
+    uuid = "" if options.get("uuid") is None else _name_of(options, "uuid", where)
     for key in options.keys() & _REFUSED:
         raise InvalidRequestError(
             f"{where}.{key} cannot be set per request", param=f"{where}.{key}"
         )
-    stored = part.get("file_id") is not None
+    stored = options.get("file_id") is not None
     if stored and source is not None:
         place = f"{where}.file_id"
         raise InvalidRequestError(f"{place} must come without {kind}", param=place)
@@ -199,7 +199,7 @@ def _read_media(part: Mapping[str, Any], kind: str, where: str) -> MediaPart:
         )
     given = {key: given[key] for key in _OPTIONS[modality] & given.keys()}
     if stored:
-        return replace(stored_file(part, where, modality), options=given, uuid=uuid)
+        return replace(stored_file(options, where, modality), options=given, uuid=uuid)
     url_only, place = kind != modality, f"{where}.{name}"
     if source is None:
         source, place = MediaName("uuid", uuid), f"{where}.uuid"
@@ -232,6 +232,9 @@ def read_file(part: Mapping[str, Any], where: str, conversation: Conversation) -
     if part["type"] == "file":
         part, where = object_of(part.get("file"), f"{where}.file"), f"{where}.file"
     if part.get("file_id") is not None:
+        if any(part.get(name) is not None for name in ("file_data", "file_url")):
+            place = f"{where}.file_id"
+            raise InvalidRequestError(f"{place} must come without bytes or a URL", param=place)
         return conversation.medium(stored_file(part, where))
     source = "file_data" if part.get("file_url") is None else "file_url"
     data, place = text_of(part, source, where), f"{where}.{source}"

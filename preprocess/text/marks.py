@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +31,6 @@ def places_of(
         before, sign, _ = marked.partition(mark.sign)
         if not sign:
             continue
-        before = wishes.signs.sub("", before)
         lengths = range(1, min(len(before), len(text)) + 1)
         differs = bisect_left(lengths, True, key=lambda size: before[:size] != text[:size])
         found[differs] = max(mark.seconds, found.get(differs, 0.0))
@@ -46,16 +46,30 @@ def _rendered(
 ) -> str:
     """Render the second reading for one mark; "" if the template refuses it.
 
-    A marked tool has another one behind it, whose name is the sign. It would stand before all other
-    marks.
+    Signs of other marks are left out. One would part the texts before this mark, where a template
+    trims, and so would a marked tool, behind which there is another one with the sign as its name.
     """
 
     def shown(tool: dict[str, Any]) -> bool:
         name = str(tool.get("function", tool).get("name"))
         return name == mark.sign or not signs.fullmatch(name)
 
+    def kept(value: Any) -> Any:
+        if isinstance(value, str):
+            return signs.sub(lambda found: found[0] if found[0] == mark.sign else "", value)
+        if isinstance(value, list):
+            return [kept(each) for each in value if not is_other(each)]
+        return (
+            {key: kept(each) for key, each in value.items()} if isinstance(value, dict) else value
+        )
+
+    def is_other(part: Any) -> bool:
+        text = part.get("text") if isinstance(part, dict) else None
+        return isinstance(text, str) and text != mark.sign and bool(signs.fullmatch(text))
+
+    tools = [tool for tool in marked.tools if shown(tool)]
     try:
-        return request.render_marked(typed, marked, [tool for tool in marked.tools if shown(tool)])
+        return request.render_marked(typed, replace(marked, messages=kept(marked.messages)), tools)
     except InvalidRequestError:
         return ""
 

@@ -114,3 +114,16 @@ def test_bad_inputs_are_named(api: str, body: dict[str, Any], param: str) -> Non
     with pytest.raises(InvalidRequestError) as raised:
         read_conversation(api, body)
     assert raised.value.param == param
+
+
+def test_json_may_be_as_deep_as_the_error_says() -> None:
+    deep: Any = []
+    for levels in range(1, 70):
+        part = {"type": "input_json", "data": deep}
+        body = {"input": [{"role": "user", "content": [part]}]}
+        if levels <= 64:
+            assert read_conversation("decisions", body).messages
+        else:
+            with pytest.raises(InvalidRequestError, match="nested deeper than 64 levels"):
+                read_conversation("decisions", body)
+        deep = [deep]

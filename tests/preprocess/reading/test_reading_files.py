@@ -111,3 +111,26 @@ def test_other_files_are_refused_by_name(file: dict[str, Any], place: str, words
     with pytest.raises(InvalidRequestError, match=words) as caught:
         chat({"type": "file", "file": file})
     assert str(caught.value.param).endswith(place)
+
+
+@pytest.mark.parametrize("name", ["uuid", "file_id"])
+def test_a_name_inside_a_picture_s_object_is_its_name(name: str) -> None:
+    inside = {name: "file-img-1"} | ({"url": "https://a/b.png"} if name == "uuid" else {})
+    (medium,) = chat({"type": "image_url", "image_url": inside}).media
+    if name == "uuid":
+        assert (medium.uuid, medium.source) == ("file-img-1", "https://a/b.png")
+    else:
+        assert medium.source == MediaName("file_id", "file-img-1")
+
+
+@pytest.mark.parametrize("other", [{"file_data": "data:text/plain;base64,aGk="}, {"file_url": "x"}])
+def test_a_file_is_either_named_or_sent(other: dict[str, Any]) -> None:
+    file = {"file_id": "file-img-1"}
+    for read, part, place in (
+        (chat, {"type": "file", "file": file | other}, "messages[0].content[0].file.file_id"),
+        (response, {"type": "input_file", **file, **other}, "input[0].content[0].file_id"),
+    ):
+        with pytest.raises(InvalidRequestError) as raised:
+            read(part)
+        assert raised.value.param == place
+    assert response({"type": "input_file", **file, **dict.fromkeys(other)}).media

@@ -185,6 +185,33 @@ def test_a_mark_on_tools_and_system_and_the_whole_request(server: RunningServer)
     assert ask(server, APIS[2], ["Good bye"], **fields)["cache_report"]["boundary"] >= places[1]
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_mark_stands_where_it_is_also_behind_others(server: RunningServer, end: str) -> None:
+    """A template trims a text at its end, unless the sign of a mark stands there."""
+    parts = [BEGINNING + " Be short. " + end, None, BEGINNING + end, BEGINNING + " So? " + end]
+    alone = []
+    for mark in range(4):
+        (kept,) = ask(server, APIS[2], parts, mark)["cache_report"]["marks"]
+        alone.append(kept["position"])
+    assert alone == sorted(set(alone))
+    body = body_of(APIS[2], parts)
+    for block in body["messages"][0]["content"]:
+        block |= CONTROL
+    marks = server.post(APIS[2], body).json()["cache_report"]["marks"]
+    assert [each["position"] for each in marks] == alone
+    system = [{"type": "text", "text": BEGINNING + end, **CONTROL}]
+    (first,) = ask(server, APIS[2], ["Hi"], system=system)["cache_report"]["marks"]
+    turns = [
+        {"role": role, "content": [{"type": "text", "text": BEGINNING + end, **CONTROL}]}
+        for role in ("user", "assistant", "user")
+    ]
+    body |= {"system": system, "messages": turns}
+    places = [
+        each["position"] for each in server.post(APIS[2], body).json()["cache_report"]["marks"]
+    ]
+    assert len(set(places)) == 4 and places[0] == first["position"]
+
+
 def test_the_example_hits_at_its_mark_with_it_and_without(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

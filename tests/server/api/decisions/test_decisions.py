@@ -156,6 +156,11 @@ def test_system_one_has_the_answers_of_decisions(
             "refuse_below",
         ),
         ("/v1/decisions", {"input": "x", "questions": QUESTIONS, "stream": True}, "stream"),
+        (
+            "/v1/decisions",
+            {"input": "x", "questions": [{"type": "predicate", "instructions": [{}]}]},
+            "questions[0].instructions.type",
+        ),
         ("/v1/systemone", {"questions": {"q": {"type": "noul"}}}, "state"),
         ("/v1/systemone", {"state": "x", "questions": {}}, "questions"),
     ],
