@@ -246,6 +246,20 @@ def test_anthropics_client_marks_streams_and_prewarms(
     assert created is not None
     by_time = {"5m": created.ephemeral_5m_input_tokens, "1h": created.ephemeral_1h_input_tokens}
     assert by_time[ttl] == sum(by_time.values()) == warmed.usage.cache_creation_input_tokens
+    other: Any = mark | {"ttl": "5m"}
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "Where?", "cache_control": other}]}
+    ]
+    asked["system"][0]["text"] = "Of both lifetimes. " + BEGINNING
+    both = client.messages.create(max_tokens=0, messages=said, **asked)
+    created = both.usage.cache_creation
+    assert created is not None
+    first = both.cache_report["marks"][0]["position"] - (both.usage.cache_read_input_tokens or 0)
+    hour = first if ttl == "1h" else 0
+    assert created.ephemeral_1h_input_tokens == hour
+    written = both.usage.cache_creation_input_tokens or 0
+    assert created.ephemeral_5m_input_tokens == written - hour > 0
+    asked["system"][0]["text"] = BEGINNING
     said = [{"role": "user", "content": "\nWho?"}]
     with client.messages.stream(max_tokens=2, messages=said, **asked) as stream:
         usage = stream.get_final_message().usage

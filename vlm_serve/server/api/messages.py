@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from vlm_serve.engine.requests.outputs import Usage
 from vlm_serve.errors import FieldError
 from vlm_serve.preprocess.reading.conversation import AskedMark, Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
@@ -67,6 +68,8 @@ MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_HOUR = 3600.0
+"""Seconds of the longer lifetime of a mark."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = sampling_names("messages") | {"thinking_token_budget": "thinking.budget_tokens"}
 
@@ -240,8 +243,7 @@ class MessageStream(BlockStream):
         self._request = body
         self._chat = chat
         self._generation = generation
-        # Written tokens are counted by the lifetime of the last mark.
-        self._lifetime = "1h" if marks and marks[-1].ttl == "1h" else "5m"
+        self._marks = marks
         self._comparison = comparison
 
     def start(self) -> list[Event]:
@@ -305,7 +307,7 @@ class MessageStream(BlockStream):
 
     def _body(self, content: list[dict[str, Any]]) -> MessageBody:
         usage = self._request.counted(self._generation.usage)
-        written = usage.written_tokens
+        written, hour = usage.written_tokens, self._written_for_an_hour(usage)
         body = MessageBody(
             id=self._id,
             model=self._chat.model,
@@ -318,8 +320,8 @@ class MessageStream(BlockStream):
                 "cache_read_input_tokens": usage.cached_tokens,
                 "cache_creation_input_tokens": written,
                 "cache_creation": {
-                    f"ephemeral_{each}_input_tokens": written if each == self._lifetime else 0
-                    for each in ("5m", "1h")
+                    "ephemeral_5m_input_tokens": written - hour,
+                    "ephemeral_1h_input_tokens": hour,
                 },
                 "output_tokens": usage.completion_tokens,
             },
@@ -327,6 +329,14 @@ class MessageStream(BlockStream):
         if self._comparison is not None:
             body.diagnostics = self._comparison.as_anthropic(self._generation)
         return body
+
+    def _written_for_an_hour(self, usage: Usage) -> int:
+        """Return the written tokens up to the last mark of an hour; those behind the last mark have
+        its lifetime, too."""
+        if self._marks and self._marks[-1].ttl == "1h":
+            return usage.written_tokens
+        ends = [mark.position for mark in self._generation.prompt.marks if mark.seconds == _HOUR]
+        return max(0, min(usage.written_tokens, max(ends, default=0) - usage.cached_tokens))
 
 
 def _content(block: OutputBlock) -> dict[str, Any]:
