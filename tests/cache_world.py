@@ -298,7 +298,7 @@ class World:
     def check_experts(self, text: Text, lease: Lease) -> None:
         end = 0
         for piece in self.cache.cached_experts(lease):
-            assert piece.start == end < piece.end
+            assert piece.start == end < piece.end <= len(text)
             end = piece.end
             if piece.rows is not None:
                 assert np.array_equal(piece.rows, text.experts(piece.start, piece.end))
@@ -323,7 +323,7 @@ class World:
     def check_kept(self, text: Text, match: Match, wants: WantedRows) -> None:
         end = wants.first
         for piece in match.logprobs:
-            assert piece.start == end < piece.end
+            assert piece.start == end < piece.end <= len(text)
             end = piece.end
             assert np.array_equal(piece.rows, text.logprobs(piece.start, end, wants.top))
         assert end == self.first_missing(text, wants)
