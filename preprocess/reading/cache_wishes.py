@@ -52,8 +52,8 @@ def read_wishes(
     fields: Mapping[str, Any],
     read: Callable[[Mapping[str, Any]], Conversation],
     ignored: list[str],
-) -> CacheWishes:
-    """Read the marks and options of a body.
+) -> tuple[CacheWishes, dict[str, Any]]:
+    """Read the marks and options of a body; return them, and the fields without marks.
 
     Args:
         api: as for `read_conversation`.
@@ -87,14 +87,19 @@ def read_wishes(
         wishes.marks.append(AskedMark(text, seconds, ttl, place))
         return text
 
-    unmarked(fields.get("prediction"), "prediction", ignored)
-    prompt = {name: value for name, value in fields.items() if name != "prediction"}
+    prediction = {"prediction"} & fields.keys()
+    beside = {name: unmarked(fields[name], name, ignored) for name in prediction}
+    prompt = {name: value for name, value in fields.items() if name not in prediction}
     marked = {name: with_signs(value, name, sign) for name, value in prompt.items()}
+    plain = marked  # of most requests, whose fields are walked through once
+    if wishes.marks:
+        plain = {name: without_marks(value, name) for name, value in prompt.items()}
     # A mark of the whole request stands at the end of its last message.
     whole = body.get(CONTROL) if api == "messages" else None
     said = marked.get("messages")
     if whole is not None and isinstance(said, list) and said and isinstance(said[-1], dict):
-        said[-1] = _signed(said[-1], sign(CONTROL, CONTROL, whole))[0]
+        last = _signed(said[-1], sign(CONTROL, CONTROL, whole))[0]
+        marked = marked | {"messages": [*said[:-1], last]}
     if wishes.marks:
         conversation = read({**body, **marked})
         wishes.signs = re.compile(f"{_BEGIN}{nonce}[0-9]+{_END}")
@@ -106,7 +111,7 @@ def read_wishes(
         wishes.marks = counting
         wishes.marked = conversation if counting else None
     wishes.uncached = mode == "explicit" and not wishes.marks
-    return wishes
+    return wishes, plain | beside
 
 
 def strings_of(value: Any) -> Iterator[str]:

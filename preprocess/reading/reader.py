@@ -7,7 +7,7 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.blocks import read_blocks
-from vlm_serve.preprocess.reading.cache_wishes import read_wishes, without_marks
+from vlm_serve.preprocess.reading.cache_wishes import read_wishes
 from vlm_serve.preprocess.reading.chat import read_chat
 from vlm_serve.preprocess.reading.conversation import Conversation, Uploads
 from vlm_serve.preprocess.reading.decisions import read_decision, read_state
@@ -75,14 +75,13 @@ def read_conversation(
         if body.get(name) is not None:
             setattr(conversation, name, object_of(body[name], name))
     fields = {name: body[name] for name in _MARKED if name in body}
-    conversation.cache = read_wishes(
+    conversation.cache, unmarked = read_wishes(
         api,
         body,
         fields,
         lambda marked: _read(api, marked, Conversation(uploads=uploads)),
         conversation.ignored,
     )
-    unmarked = {name: without_marks(value, name) for name, value in fields.items()}
     return _read(api, {**body, **unmarked}, conversation)
 
 

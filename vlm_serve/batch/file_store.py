@@ -95,12 +95,13 @@ class FileStore:
     def __init__(self, max_bytes: int, option: str = "--batch-store") -> None:
         self.max_bytes = max_bytes
         self._option = option
-        self._full = f"{option[2:].replace('-', '_')}_full"
+        name = option[2:].replace("-", "_")
+        self._full = f"{name}_full"
         self._accounts: dict[Owner, _Account] = {}
         try:
             self._folder = TemporaryFolder("vlm-serve-files-")
         except OSError as error:
-            raise ConfigError(f"{option}: {error}") from None
+            raise ConfigError(f"{name}: {error}", param=name) from None
 
     def num_bytes(self, owner: Owner) -> int:
         """Return the bytes of an owner's files and drafts."""
