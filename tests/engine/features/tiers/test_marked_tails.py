@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from engines_on_a_store import opened, settle
 from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import photograph, user
-from redis_server import StoreServer, running
+from redis_server import StoreServer
 
 from vlm_serve.cache.tiers.entry import Kind
 from vlm_serve.cache.tiers.shared import SharedStore
@@ -28,17 +28,6 @@ SPECS = {"dense": CheckpointSpec(), "no state": CheckpointSpec(full_attention_in
 @pytest.fixture(scope="module", params=SPECS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("marks"), SPECS[request.param])
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("dense"), SPECS["dense"])
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreServer]:
-    with running(tmp_path) as server:
-        yield server
 
 
 def ask(pipe: Pipeline, question: str, *, known: str = KNOWN, marked: bool = False) -> Output:

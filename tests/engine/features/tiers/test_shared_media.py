@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import photograph, user, video
 from rank_processes import on_ranks_of, rank_processes
-from redis_server import StoreServer, running
+from redis_server import StoreServer
 from sweeps import quick
 
 from vlm_serve.cache.tiers.shared_format import DIGEST_BYTES, EPOCH_BYTES
@@ -39,17 +38,6 @@ Answer = tuple[Output, torch.Tensor]
 @pytest.fixture(scope="module", params=SPECS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("shared"), SPECS[request.param])
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("dense"), SPECS["dense"])
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreServer]:
-    with running(tmp_path) as server:
-        yield server
 
 
 def answer(pipe: Pipeline, chat: list[dict[str, Any]]) -> Answer:

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import CONVERSATIONS, assistant, photograph, random_ids, user
 from rank_processes import on_ranks_of, rank_processes
-from redis_server import StoreServer, running
+from redis_server import StoreServer
 
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
@@ -41,17 +40,6 @@ SPECS = {
 @pytest.fixture(scope="module", params=SPECS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("shared"), SPECS[request.param])
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("dense"), SPECS["dense"])
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreServer]:
-    with running(tmp_path) as server:
-        yield server
 
 
 def ask(pipe: Pipeline, seed: int = 1) -> Output:
