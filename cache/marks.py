@@ -16,7 +16,7 @@ MOST_MARKS = 16_384
 
 
 class _Place(NamedTuple):
-    """Where a mark stands: behind `rest` tokens of the block after `depth` blocks of a root."""
+    """The place of a mark: `rest` tokens into the block that follows `depth` blocks of a root."""
 
     root: bytes
     depth: int

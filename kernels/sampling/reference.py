@@ -17,7 +17,7 @@ UNITS = 2.0**40
 
 
 class Rows(NamedTuple):
-    """What is sampled, on the device of the logits.
+    """Inputs of sampling, on the device of the logits.
 
     Attributes:
         numbers: float64 `[R, 8]`: temperature, top_p (2 for none), min_p, draw in [0, 1),
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where results go.
+    """Places of results.
 
     Attributes:
         tokens: int32 `[2, S, 1 + most]`, of the S rows that are no reports: token (`UNSOUND`

@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def confidence(self) -> float:
-        """How far the probabilities are from equal ones, from 0 to 1, as transformers defines it.
+        """The distance of the probabilities from equal ones, 0 to 1, as transformers defines it.
 
         A score's is 1 minus the mean distance from the likeliest level, over the distance of
         equally likely levels from their middle.

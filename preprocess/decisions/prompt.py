@@ -1,4 +1,4 @@
-"""What a prompt says behind the input: the words of `DECISION_PROMPT` in transformers' `decision`.
+"""Words of a question behind its input: those of `DECISION_PROMPT` in transformers' `decision`.
 
 Answers are thus comparable with its decision pipeline, for which `tests` compare both.
 """

@@ -61,7 +61,7 @@ class MediaItem(Protocol):
 
     @property
     def name(self) -> str:
-        """Its `medium_hash`."""
+        """Return the hash of the whole medium, see `medium_hash`."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What a conversation's prompt is made of, so that a later one can be told where it parts from it.
+"""Parts of a conversation's prompt, so that a later one can be told where it parts from it.
 
 Clients compare requests, not tokens: the model, the tools, the system prompt, the messages.
 """

@@ -1,4 +1,4 @@
-"""What a client asks of the cache, read once for all APIs: marks with their lifetimes, and a mode.
+"""Wishes of clients for the cache, read once for all APIs: marks with their lifetimes, and a mode.
 
 Clients mark a part, a message or a tool up to which a server should cache: with `cache_control`
 (Anthropic's clients) or `prompt_cache_breakpoint` (OpenAI's). A mark in a template's input would

@@ -123,7 +123,7 @@ class AskedMark:
 
 @dataclass(slots=True)
 class CacheWishes:
-    """What a client asks of the cache for one prompt.
+    """Wishes of a client for the cache, for one prompt.
 
     Attributes:
         marks: in the order of the prompt, the latest four.

@@ -32,7 +32,7 @@ Said = tuple[str | Mapping[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One of the answers to choose from.
+    """An answer to choose.
 
     Attributes:
         value: its name in answers: a text or a boolean; of a level, its label or description.

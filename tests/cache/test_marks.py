@@ -19,7 +19,7 @@ BEGINNING = list(range(10, 21))
 
 @pytest.mark.parametrize("asks", [(), (11,), (5,), (11, 3)])
 def test_a_hit_ends_at_the_mark_whoever_asks(asks: tuple[int, ...]) -> None:
-    """With the mark, without it, and once an agent has moved it."""
+    """Hit with the mark, without it, and once an agent has moved it."""
     world = make_world()
     world.serve(Text(BEGINNING, [5] * 7, marks=[11]))
     match = world.serve(Text(BEGINNING, [6] * 9, marks=asks))
@@ -67,7 +67,7 @@ def test_a_follower_meets_its_leader_at_the_leaders_mark() -> None:
 
 
 def test_a_leader_leaves_nothing_at_a_mark_that_is_its_followers_alone() -> None:
-    """It computes no state there, also where both go on alike behind the mark."""
+    """A leader computes no state there, also where both go on alike behind the mark."""
     leader, follower = (Text(BEGINNING, [5] * 7, marks=marks).keys for marks in ((), (11,)))
     follower.bring_from(leader)
     assert shared_cut(follower, leader, least=1, limit=11) == 8
@@ -114,7 +114,7 @@ def test_the_memory_of_marks_is_bounded() -> None:
 
 
 def test_a_prompt_that_continues_a_known_one_does_not_take_its_marks() -> None:
-    """They would otherwise be cut points without a mark, for every tenant's later prompts."""
+    """Marks would otherwise be cut points of every tenant's later prompts without one."""
     marked = Text(BEGINNING, [5] * 7, marks=[3, 11]).keys
     plain, moved = Text(BEGINNING, [5] * 12), Text(BEGINNING, [5] * 12, marks=[6])
     for text in (plain, moved):
@@ -132,7 +132,7 @@ def test_a_prompt_that_continues_a_known_one_does_not_take_its_marks() -> None:
 
 
 def test_a_pin_of_a_mark_ends_there() -> None:
-    """What is behind a mark is not kept with it, and what does not fit is not pinned."""
+    """Keep nothing behind a mark with it, and pin nothing that does not fit."""
     world = make_world(num_blocks=8, num_snapshot_rows=2)
     text = Text(BEGINNING, [5] * 7, marks=[3, 11])
     world.serve(text)

@@ -13,7 +13,7 @@ from vlm_serve.preprocess.identity.prompt_parts import PromptParts
 from vlm_serve.server.http.auth import Owner
 
 MAX_RECORDS = 1024
-"""Of one API key; without keys, of all clients together."""
+"""Records of one API key; without keys, of all clients together."""
 KEPT_SECONDS = 3600.0
 
 

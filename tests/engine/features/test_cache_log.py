@@ -72,7 +72,7 @@ def test_a_preempted_request_goes_on_with_its_own_state(
 def test_a_state_that_a_request_leaves_at_its_end_is_its_own(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where it hands over its live row when it has gone."""
+    """Name the request also where it hands over its live row when it has gone."""
     requests = {}
     for number in range(12):
         group = world.submit(number + 1, 20 + number, 30)

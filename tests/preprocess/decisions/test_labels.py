@@ -28,7 +28,7 @@ def test_only_shared_beginnings_are_asked_for() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_probabilities_of_labels_that_share_all_beginnings_add_up(seed: int) -> None:
-    """Where every token may follow each beginning, one of the labels must come."""
+    """Let every token follow each beginning: one of the labels must come."""
     rng = random.Random(seed)
 
     def grown(beginning: Ids) -> list[Ids]:

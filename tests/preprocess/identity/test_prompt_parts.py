@@ -1,4 +1,4 @@
-"""In which part a prompt differs from an earlier one, whatever form the client gives it."""
+"""Find the part in which a prompt differs from an earlier one, whatever its client's form."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SHOWN = {"type": "image", "image": "image"}
 
 
 def said(content: Any, question: dict[str, Any], labels: list[str]) -> Any:
-    """What the last message says."""
+    """Return the content of the last message."""
     about = read_conversation("decisions", {"input": content})
     (read,) = read_questions([question], [])
     return conversation_about(about, read, labels).messages[-1]["content"]

@@ -222,7 +222,7 @@ def test_content_that_holds_itself_is_refused_or_read() -> None:
 
 
 def test_reading_marks_takes_time_in_proportion_to_their_number() -> None:
-    """Each mark used to be sought in each text: ten thousand took a quarter of a minute."""
+    """Seek no mark in each text, as reading did: ten thousand took a quarter of a minute."""
     counts = []
     for number in (50, 200):
         part = {"type": "text", "text": "a", "cache_control": {}}

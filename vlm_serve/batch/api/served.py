@@ -69,7 +69,7 @@ class ServedBatches:
 
     @property
     def stores(self) -> list[FileStore]:
-        """All files; it raises as `batches` does if there is no store."""
+        """Return the stores of all files; raise as `batches` does if there is none."""
         media = [] if self.media is None else [self.media]
         return media if media and self.kept is None else [self.store, *media]
 

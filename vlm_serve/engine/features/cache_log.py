@@ -1,4 +1,4 @@
-"""What each request finds in the cache, starts from and leaves there, as lines of the debug log."""
+"""Lines of the debug log: what each request finds in the cache, starts from and leaves there."""
 
 from __future__ import annotations
 

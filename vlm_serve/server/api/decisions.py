@@ -71,7 +71,7 @@ class SystemOneRequest(QuestionsRequest):
 
 
 class OptionProbability(BaseModel):
-    """Of a choice by its value, of a level by its number and label."""
+    """The probability of a choice by its value, or of a level by its number and label."""
 
     value: str | bool | int
     label: Optional[str] = None

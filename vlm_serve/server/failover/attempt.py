@@ -37,7 +37,7 @@ is no part of the answer.
 
 
 class Diagnosis(NamedTuple):
-    """What comparing a request with an earlier one has shown, see `api/shared/comparison.py`.
+    """The result of comparing a request with an earlier one, see `api/shared/comparison.py`.
 
     Attributes:
         kind: what has changed, or why that is not known; "hit": nothing is missing.

@@ -69,7 +69,7 @@ def test_what_is_marked_is_written_under_every_policy(
 def test_a_mark_is_found_at_another_server_by_prompts_without_it(
     checkpoint: Path, store: StoreServer
 ) -> None:
-    """With a picture before the mark, and with the bits of a cold run."""
+    """Find it with a picture before the mark, and with the bits of a cold run."""
     with (
         opened(checkpoint, store) as first,
         opened(checkpoint, store) as second,

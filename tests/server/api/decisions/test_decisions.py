@@ -177,7 +177,7 @@ BREAK = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
 def test_what_has_no_effect_is_named(served: tuple[RunningServer, Pipeline]) -> None:
-    """Also marks in questions, whose prompts nobody continues."""
+    """Name marks in questions too, whose prompts nobody continues."""
     part = {"type": "input_text", "text": "It rains.", **BREAK}
     body = {
         "input": "Rain",
