@@ -288,7 +288,7 @@ def _check_candidates(ledger: Ledger, nodes: list[Node]) -> None:
     assert len(ledger.units) == len(units), "invariant 3: candidate count is wrong"
     for key, block in expected.items():
         assert units[key][0] == ledger.unit_priority(block)[0], "invariant 3: class is out of date"
-    spare = {id(snapshot) for _, snapshot in ledger.spare_snapshots.items().values()}
+    spare = {id(snapshot) for snapshot in ledger.spare_snapshots}
     ready: list[Snapshot] = [node.snapshot for node in nodes if node.snapshot is not None]
     unpinned = {id(snapshot) for snapshot in ready if not snapshot.pins}
     assert spare == unpinned, "invariant 3: spare snapshots are wrong"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Priority = tuple[int, float, int]
 """(class, value, last use): lower class first, then lower value, then older use."""
@@ -79,37 +79,3 @@ class LazyHeap(Generic[Item]):
             for priority, ticket, item in self._entries
             if ticket == item.ticket
         }
-
-
-class EvictionPolicy:
-    """Rates entries; the least valuable one is evicted first.
-
-    By "lru" that is the least recently used one. By "value" it is the one with the least recompute
-    saved x reuse / bytes, aged: Greedy-Dual-Size-Frequency (Cherkasova, 1998). The age rises to the
-    value of each victim and is added to every later use. An entry of great value long ago is
-    therefore evicted eventually. No clock is needed.
-
-    Attributes:
-        age: stored as an entry's credit at each use.
-    """
-
-    def __init__(self, name: Literal["value", "lru"]) -> None:
-        self.age = 0.0
-        self._by_value = name == "value"
-
-    def value(self, last_used: int, credit: float, worth: float, num_bytes: int) -> float:
-        """Return the value of an entry.
-
-        Args:
-            last_used: counter at its last use.
-            credit: age at its last use.
-            worth: tokens that need no recomputation thanks to the entry, times its uses; the one
-                that its creation stands for counts too.
-            num_bytes: bytes that its eviction frees.
-        """
-        return credit + worth / num_bytes if self._by_value else float(last_used)
-
-    def evicted(self, value: float) -> None:
-        """Record that an entry of this value was evicted."""
-        if self._by_value:
-            self.age = max(self.age, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +18,7 @@ class CacheConfig:
         has_state: False for a model without state layers: no rows, KV alone decides.
         enabled: False: requests get blocks and rows, but nothing is matched or published.
         min_snapshot_gain: blocks that a junction snapshot must save.
-        policy: which unpinned entries are evicted first: "value" or "lru".
-        block_bytes, snapshot_bytes: size of one KV block and one state row, for the value policy.
+        block_bytes, snapshot_bytes: size of one KV block and one state row, for listings.
         logprob_bytes: most bytes of kept prompt log-probabilities, in addition to the pools.
         learned_places: regular snapshots follow from what was learned of a tenant's prompts; False:
             from the fixed interval alone.
@@ -36,7 +34,6 @@ class CacheConfig:
     has_state: bool = True
     enabled: bool = True
     min_snapshot_gain: int = 4
-    policy: Literal["value", "lru"] = "value"
     block_bytes: int = 1
     snapshot_bytes: int = 1
     logprob_bytes: int = 64 << 20
@@ -50,7 +47,6 @@ class CacheConfig:
         assert self.num_live_rows > 0 or not self.has_state, "a model with state needs live rows"
         assert self.num_snapshot_rows >= 0, "num_snapshot_rows must not be negative"
         assert self.min_snapshot_gain > 0, "min_snapshot_gain must be positive"
-        assert self.policy in ("value", "lru"), f"unknown policy {self.policy!r}"
         assert self.block_bytes > 0, "sizes must be positive"
         assert self.snapshot_bytes > 0 or not self.has_state, "sizes must be positive"
         assert self.logprob_bytes >= 0, "sizes must not be negative"

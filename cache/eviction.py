@@ -16,7 +16,7 @@ class Evictor:
     """Frees blocks and rows that no running request needs.
 
     Order of blocks: KV beyond the last snapshot of its path, then suspended requests, then the rest
-    by policy. Order of rows: suspended requests, then snapshots by policy.
+    by value. Order of rows: suspended requests, then snapshots by value.
     """
 
     def __init__(self, ledger: Ledger, suspensions: Suspensions) -> None:
@@ -42,29 +42,23 @@ class Evictor:
         """Evict until a row is free; return False, without any change, if that is impossible.
 
         Args:
-            worth: evict only a snapshot of less value than one with so many expected tokens saved;
-                None: any, and suspended requests too.
+            worth: evict only a snapshot of less value than a new one that saves so many tokens,
+                times its expected uses; None: any, and suspended requests too.
         """
         ledger = self._ledger
         if ledger.rows.num_free or (worth is None and self._suspensions.evict_oldest()):
             return True
-        if worth is not None and not self._is_cheap(worth):
+        spare = ledger.spare_snapshots.cheapest()
+        if spare is None or (
+            worth is not None and spare[0] >= ledger.spare_snapshots.new_value(worth)
+        ):
             return False
-        spare = ledger.spare_snapshots.cheapest(ledger.snapshot_priority)
-        if spare is None:
-            return False
-        (_, value, _), snapshot = spare
-        ledger.row_policy.evicted(value)
+        snapshot = spare[1]
+        heir = snapshot.pass_on()
+        if heir is not None:
+            ledger.refresh_snapshot(heir)
         ledger.remove_snapshot(snapshot)
         return True
-
-    def _is_cheap(self, worth: float) -> bool:
-        """Return True if the cheapest snapshot is worth less than a new one."""
-        ledger = self._ledger
-        top = ledger.spare_snapshots.peek()
-        if top is None:
-            return False
-        return ledger.snapshot_priority(top[1]) < ledger.new_priority(worth)
 
     def evict_everything(self) -> None:
         """Evict everything that no running request needs."""
@@ -73,8 +67,8 @@ class Evictor:
             pass
         while (unit := ledger.units.peek()) is not None:
             self._evict_unit(unit[1])
-        while (spare := ledger.spare_snapshots.peek()) is not None:
-            ledger.remove_snapshot(spare[1])
+        for snapshot in ledger.spare_snapshots:
+            ledger.remove_snapshot(snapshot)
 
     def _free_some_block(self) -> None:
         """Evict one candidate, as a step towards a free block."""
@@ -83,7 +77,7 @@ class Evictor:
             return
         assert unit is not None, "reclaimable blocks without a candidate"
         (_, value, _), block = unit
-        self._ledger.block_policy.evicted(value)
+        self._ledger.age = max(self._ledger.age, value)
         self._evict_unit(block)
 
     def _evict_unit(self, block: Block) -> None:

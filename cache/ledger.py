@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_serve.cache.candidates import EvictionPolicy, LazyHeap, Priority
+from vlm_serve.cache.candidates import LazyHeap, Priority
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.logprobs import RowKeeper
 from vlm_serve.cache.marks import KnownMarks
 from vlm_serve.cache.node_table import NodeTable
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
 from vlm_serve.cache.records import Block, Node, Snapshot
+from vlm_serve.cache.spare_rows import SpareRows
 from vlm_serve.cache.trie import Trie
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Ledger:
         nodes: counters of the trie's nodes.
         units: blocks whose nodes are all unpinned leaves: evicting one frees it.
         spare_snapshots: READY and unpinned snapshots.
+        age: the value of the most valuable block evicted so far. A node's credit is the age at its
+            last use, so one of great value long ago is evicted eventually: Greedy-Dual-Size
+            (Cao and Irani, 1997). No clock is needed.
         expert_bytes: size of all routed expert rows.
         logprobs: the nodes that hold prompt log-probabilities.
         evicted_nodes, evicted_snapshots: keys of evicted objects, most recent ones only.
@@ -80,9 +84,8 @@ class Ledger:
         self.trie = Trie(config.block_size)
         self.nodes = NodeTable()
         self.units: LazyHeap[Block] = LazyHeap()
-        self.spare_snapshots: LazyHeap[Snapshot] = LazyHeap()
-        self.block_policy = EvictionPolicy(config.policy)
-        self.row_policy = EvictionPolicy(config.policy)
+        self.spare_snapshots = SpareRows(config.num_rows)
+        self.age = 0.0
         ghosts = config.num_blocks if config.ghost_entries is None else config.ghost_entries
         self.evicted_nodes = GhostMemory(ghosts)
         self.evicted_snapshots = GhostMemory(ghosts)
@@ -124,7 +127,7 @@ class Ledger:
 
     def use_path(self, path: Sequence[Node], now: int, *, hits: int = 1) -> None:
         """Count a use of distinct nodes at `now`, which adds `hits` to their hits."""
-        self.nodes.use(self.nodes.slots(path), now, self.block_policy.age, hits)
+        self.nodes.use(self.nodes.slots(path), now, self.age, hits)
         if hits:
             self._path_changed(path)
 
@@ -170,8 +173,8 @@ class Ledger:
         return self._counter
 
     def touch_snapshot(self, snapshot: Snapshot, now: int) -> None:
-        snapshot.last_used = now
-        snapshot.credit = self.row_policy.age
+        snapshot.last_used, snapshot.asked = now, self.spare_snapshots.prompts
+        snapshot.heirs.clear()
 
     def expect(self, node: Node, change: int) -> None:
         """Change the number of requests that are about to use a node and its snapshot."""
@@ -195,7 +198,7 @@ class Ledger:
             self.units.discard(node.parent.block)
         self.evicted_nodes.discard(node.key)
         self.nodes.last_used[node.slot] = self._counter
-        self.nodes.credit[node.slot] = self.block_policy.age
+        self.nodes.credit[node.slot] = self.age
         if self.events.node_added.subscribers:
             self.events.node_added.publish(node)
 
@@ -274,7 +277,7 @@ class Ledger:
 
     def refresh_snapshot(self, snapshot: Snapshot) -> None:
         if snapshot.pins == 0 and snapshot.node is not None:
-            self.spare_snapshots.push(snapshot, self.snapshot_priority(snapshot))
+            self.spare_snapshots.put(snapshot)
         else:
             self.spare_snapshots.discard(snapshot)
 
@@ -283,33 +286,13 @@ class Ledger:
         return max(self._node_priority(node) for node in block.nodes)
 
     def _node_priority(self, node: Node) -> Priority:
-        saved, reuse = node.num_tokens, node.hits + 1.0 + node.expected
-        if self.config.has_state:
-            if node.snapshot is None:
-                saved, reuse = 0, 0.0
-            else:
-                saved, reuse = node.snapshot.saved_tokens, _uses(node.snapshot)
-        size, policy = self.config.block_bytes, self.block_policy
-        value = policy.value(node.last_used, node.credit, saved * reuse, size)
-        return (VALUED if saved else WORTHLESS, value, node.last_used)
-
-    def snapshot_priority(self, snapshot: Snapshot) -> Priority:
-        last_used, size = snapshot.last_used, self.config.snapshot_bytes
-        worth = snapshot.saved_tokens * _uses(snapshot)
-        return (VALUED, self.row_policy.value(last_used, snapshot.credit, worth, size), last_used)
-
-    def new_priority(self, worth: float) -> Priority:
-        """Return the priority of a snapshot that is made now and saves `worth` tokens, times its
-        expected uses."""
-        policy, now = self.row_policy, self._counter
-        value = policy.value(now, policy.age, worth, self.config.snapshot_bytes)
-        return (VALUED, value, now)
-
-
-def _uses(snapshot: Snapshot) -> float:
-    """Return a snapshot's uses: the past ones, those that are expected, and those that wait."""
-    waiting = snapshot.node.expected if snapshot.node is not None else 0
-    return snapshot.hits + snapshot.expected + waiting
+        if not self.config.has_state:
+            worth = node.num_tokens * (node.hits + 1.0 + node.expected)
+        elif node.snapshot is not None:
+            worth = node.snapshot.worth
+        else:
+            return WORTHLESS, node.credit, node.last_used
+        return VALUED, node.credit + worth, node.last_used
 
 
 def is_unit(block: Block) -> bool:

@@ -72,7 +72,7 @@ class NodeTable:
 
         Args:
             now: counter of uses.
-            age: the eviction policy's.
+            age: see `Ledger`.
             hits: added to their hits.
         """
         self.hits[slots] += hits

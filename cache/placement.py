@@ -7,9 +7,9 @@ A *want* is the first prompt that parts from another one's path at a cut point: 
 snapshot there, or would have. Whether there was one does not matter, so nothing has to be tried
 out. Counts decay by observations; nothing here reads a clock.
 
-A dynamic programme over these partings chooses the places. The problem is that of arXiv 2605.05219:
-prompts part at known depths with known weights, a request starts again from the deepest snapshot
-before that point, and each snapshot has a price.
+Places are chosen by these partings. The problem is that of arXiv 2605.05219: prompts part at known
+depths with known weights, a request starts again from the deepest snapshot before that point, and
+each snapshot has a price.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from vlm_serve.preprocess.identity.keys import PromptKeys
 
@@ -50,7 +52,7 @@ def plan_snapshots(
     interval: int,
     min_gain: int,
     first_row: int | None = None,
-    learned: PlaceTable | None = None,
+    learned: Sequence[LearnedPlace] = (),
     max_new: int = MAX_NEW_SNAPSHOTS,
 ) -> tuple[tuple[int, str], ...]:
     """Choose the positions to snapshot, most important first, each with its kind.
@@ -75,7 +77,7 @@ def plan_snapshots(
             many points, they are thinned out evenly.
         min_gain: tokens by which a message or regular point must lie past the snapshot before it.
         first_row: the first token whose log-probability is reported; None: none is.
-        learned: knowledge of such prompts; None: nothing.
+        learned: the places learned of such prompts, the best one first.
         max_new: most positions to return.
 
     Returns:
@@ -100,16 +102,12 @@ def plan_snapshots(
     plan.add(reversed(prompt.media_ends[:-1]), "media")
     plan.add([prompt.system_end], "system", min_gain)
     plan.add(prompt.message_ends[-2:], "message", min_gain)
-    left = plan.room
-    if learned is not None:
-        places = [place.position(len(prompt), keys.block_size) for place in learned.places]
-        plan.add_learned([keys.last_cut(place) for place in places if place > 0], min_gain)
-        left = plan.room if learned.intervals_pay(interval) else 0
+    places = [place.position(len(prompt), keys.block_size) for place in learned]
+    plan.add_learned([keys.last_cut(place) for place in places if place > 0], min_gain)
     regular = range(start // interval * interval + interval, len(prompt), interval)
     points = sorted({keys.last_cut(point) for point in regular} - plan.chosen.keys())
-    left = min(left, plan.room)
-    spread = max(1, -(-len(points) // max(1, left)))
-    plan.add(points[spread - 1 :: spread][:left], INTERVAL, min_gain)
+    spread = max(1, -(-len(points) // max(1, plan.room)))
+    plan.add(points[spread - 1 :: spread][: plan.room], INTERVAL, min_gain)
     return tuple(plan.chosen.items())
 
 
@@ -141,7 +139,7 @@ class _Plan:
 
     def add_learned(self, positions: Iterable[int], min_gain: int) -> None:
         """Add learned positions, far enough past the one before them; they may be close together,
-        because the programme has weighed that."""
+        because their choice has weighed that."""
         others = [self._start, *(p for p in self.chosen)]
         for position in positions:
             before = max((p for p in others if p < position), default=position)
@@ -149,8 +147,7 @@ class _Plan:
                 self.add([position], LEARNED)
 
 
-MAX_BINS = 32
-"""Maximum number of bins of one run; time grows with their square."""
+Column = npt.NDArray[np.float64]
 _NEAR, _SUPPORT = 4, 1.8
 """A place needs so many wants, decayed, within so many blocks: a single one does not come again."""
 INTERVAL, LEARNED = "interval", "learned"
@@ -166,30 +163,21 @@ _DECAY = 0.995
 _LEAST_WANTS, _LEAST_PROMPTS = 4.0, 32
 """A group keeps to the fixed interval as long as it has fewer of both."""
 _SOLVE_WANTS, _SOLVE_PROMPTS = 16, 32
-"""The programme runs again after so many wants (at first after a quarter of those known), and at
+"""Places are chosen again after so many wants (at first after a quarter of those known), and at
 the latest after so many prompts."""
 _LEAST_TOKENS = 8.0
 """Tokens of a prompt with about the cost of a row."""
-_PRIOR = 4.0
-"""Snapshots of each kind at a new group's beginning, all of them wanted."""
-_LEAST_HORIZON, _MOST_HORIZON = 32, 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Prompts with one place of parting.
-
-    Attributes:
-        at: the place, in blocks along some axis.
-        lost: blocks to compute again by such a prompt without a place.
-        weight: number of these prompts; decayed, so no integer.
-        possible: it may be chosen. It is served in any case.
-    """
-
-    at: int
-    lost: float
-    weight: float
-    possible: bool = True
+_PRIOR, _REGULAR_PRIOR = 4.0, 0.25
+"""Snapshots of each kind at a new group's beginning, all of them wanted; of regular kinds so many:
+these have to show first that anybody parts where nothing in the prompt says so."""
+_LEAST_WINDOW, _MOST_WINDOW = 32, 256
+_FIRST_GAP, _FIRST_WEIGHT, _GAP_DECAY = 20.0, 4096.0, 0.99
+"""The gap of reuse before anything was reused, in prompts; the tokens that speak for it; the weight
+of all earlier ones after each further reuse."""
+_HORIZON, _LEAST_HORIZON = 0.25, 4.0
+"""The horizon as a part of the mean gap of reuse, and at least, in prompts. Gaps have a long tail:
+most reuse comes much sooner than their mean says. Neither a few conversations nor thousands of them
+lose by this part (benchmarks/reuse.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,102 +185,48 @@ class Solution:
     """Places along one axis.
 
     Attributes:
-        ranked: by savings, the most first.
-        left: blocks lost by each bin.
+        ranked: in blocks along the axis, by savings, the most first.
+        left: blocks lost by each want.
         gain: blocks saved, times weight.
     """
 
     ranked: list[int]
-    left: list[float]
+    left: Column
     gain: float
 
 
-def choose_places(bins: Sequence[Bin], most: int, price: float = 0.0) -> list[int]:
-    """Return the places with the most blocks saved, ascending.
+def choose_places(
+    at: Column, lost: Column, weight: Column, most: int, price: float = 0.0
+) -> Solution:
+    """Choose places one after another, each time the one with the most blocks saved.
 
-    A bin is served by the deepest chosen place not behind it, and then loses at most
-    the blocks in between. Only places of bins are considered: moving a place deeper up to the next
-    bin never loses anything.
+    A want is served by the deepest place not behind it, and then loses at most the blocks in
+    between. Only places of wants are considered: moving a place deeper up to the next want never
+    loses anything. What a place saves never grows with others, so the greedy choice saves at least
+    63 % of what the best one does (Nemhauser, Wolsey and Fisher, 1978).
 
     Args:
-        bins: in any order, at most one for each place.
+        at: the place of each want along some axis, in blocks. Several may share one.
+        lost: blocks to compute again without a place.
+        weight: number of prompts with that want; decayed, so no integer.
         most: maximum number of places.
-        price: savings due from each further place, in blocks times weight.
+        price: savings due from each place, in blocks times weight.
     """
-    ordered = sorted(bins, key=lambda prompts: prompts.at)
-    count = len(ordered)
-    served = [_served(ordered[first:]) for first in range(count)]
-    possible = [index for index in range(count) if ordered[index].possible]
-    ends = [*possible, count]
-    best, total, start = [0.0] * (count + 1), 0.0, count
-    steps: list[list[int]] = []
-    """For 1, 2, ... places: the next place behind each bin that is the first of them."""
-    for _ in range(min(most, len(possible))):
-        gains, nexts = [0.0] * (count + 1), [count] * count
-        for index, first in enumerate(possible):
-            for end in ends[index + 1 :]:
-                gain = served[first][end - first - 1] + best[end]
-                if gain > gains[first]:
-                    gains[first], nexts[first] = gain, end
-        first = max(possible, key=gains.__getitem__)
-        if gains[first] - total <= price:
+    places = np.unique(at)
+    behind = at - places[:, None]  # [places, wants]
+    near = ((behind >= 0) & (behind <= _NEAR)) @ weight
+    places, behind = places[near >= _SUPPORT], behind[near >= _SUPPORT]
+    behind[behind < 0] = np.inf
+    ranked: list[int] = []
+    left = lost
+    for _ in range(min(most, len(places))):
+        gains = np.maximum(left - behind, 0.0) @ weight
+        best = gains.argmax()
+        if gains[best] <= price:
             break
-        total, start, best = gains[first], first, gains
-        steps.append(nexts)
-    places: list[int] = []
-    for nexts in reversed(steps):
-        if start == count:
-            break
-        places.append(ordered[start].at)
-        start = nexts[start]
-    return places
-
-
-def solve(wants: Sequence[Bin], most: int, price: float) -> Solution:
-    """Choose places for wants along an axis, several perhaps at one place."""
-    places = choose_places(merged(wants), most, price)
-    left = remaining(wants, places)
-    saved = dict.fromkeys(places, 0.0)
-    for want, lost in zip(wants, left, strict=True):
-        if lost < want.lost:
-            place = max(place for place in places if place <= want.at)
-            saved[place] += want.weight * (want.lost - lost)
-    ranked = sorted(places, key=lambda place: -saved[place])
-    return Solution(ranked, left, sum(saved.values()))
-
-
-def merged(wants: Iterable[Bin]) -> list[Bin]:
-    """Return one bin for each place, of the most important places only. Those with too few wants
-    nearby are not possible."""
-    sums: dict[int, tuple[float, float]] = {}
-    for want in wants:
-        weight, lost = sums.get(want.at, (0.0, 0.0))
-        sums[want.at] = weight + want.weight, lost + want.weight * want.lost
-    bins = []
-    for at, (weight, lost) in sums.items():
-        near = sum(
-            near_weight for other, (near_weight, _) in sums.items() if at <= other <= at + _NEAR
-        )
-        if lost > 0:
-            bins.append(Bin(at, lost / weight, weight, possible=near >= _SUPPORT))
-    return sorted(bins, key=lambda place_bin: -place_bin.weight * place_bin.lost)[:MAX_BINS]
-
-
-def remaining(bins: Sequence[Bin], places: Sequence[int]) -> list[float]:
-    """Return the blocks lost by each bin with these places."""
-    lost = []
-    for prompts in bins:
-        behind = [prompts.at - place for place in places if place <= prompts.at]
-        lost.append(min([prompts.lost, *behind]))
-    return lost
-
-
-def _served(bins: Sequence[Bin]) -> list[float]:
-    """Return the gain of a place at the first bin for the first one, two, ... bins."""
-    at = bins[0].at
-    return list(
-        accumulate(prompts.weight * max(0.0, prompts.lost - (prompts.at - at)) for prompts in bins)
-    )
+        ranked.append(int(places[best]))
+        left = np.minimum(left, behind[best])
+    return Solution(ranked, left, float((lost - left) @ weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,25 +248,6 @@ class LearnedPlace:
         return (last - self.blocks if self.from_end else self.blocks) * block_size
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceTable:
-    """What a group has learned.
-
-    Attributes:
-        places: the best one first.
-        price: tokens that a row has to save, because what is evicted for it would have.
-        interval_share: share of wanted snapshots of the fixed interval.
-    """
-
-    places: tuple[LearnedPlace, ...]
-    price: float
-    interval_share: float
-
-    def intervals_pay(self, interval: int) -> bool:
-        """Return True if snapshots of an interval, in tokens, are expected to be worth a row."""
-        return self.interval_share * interval >= self.price
-
-
 @dataclass(eq=False, slots=True)
 class Planned:
     """Plans of a request; its nodes refer to them.
@@ -343,12 +258,14 @@ class Planned:
         kinds: by planned position.
         parted: number of prompts parting from its path, by position.
         used: planned positions from which such a prompt starts, or would.
+        number: of its prompt, in order of admission.
     """
 
     group: _Group
     start: int
     length: int
     kinds: dict[int, str]
+    number: int
     parted: dict[int, int] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
 
@@ -373,8 +290,11 @@ class _Want:
     stamp: int = 0
 
 
-@dataclass(slots=True)
-class _Share:
+@dataclass(slots=True, eq=False)
+class Share:
+    """The share of a group's snapshots of one kind that prompts wanted: the uses expected of each,
+    as of now."""
+
     planned: float = _PRIOR
     wanted: float = _PRIOR
 
@@ -382,8 +302,7 @@ class _Share:
         self.planned = _DECAY * self.planned + 1
         self.wanted = _DECAY * self.wanted + wanted
 
-    @property
-    def value(self) -> float:
+    def __float__(self) -> float:
         return min(1.0, self.wanted / self.planned)
 
 
@@ -396,15 +315,15 @@ class _Group:
         fresh: decayed number of prompts with so many new tokens that regular places matter.
         wants: by blocks before the place, and blocks behind it.
         shares: of the snapshots of each kind, how many were wanted.
-        news, known: wants since the programme last ran, and before that.
-        solved: prompts at the last run.
+        news, known: wants since places were last chosen, and before that.
+        solved: prompts at that time.
     """
 
     prompts: int = 0
     fresh: float = 0.0
     wants: dict[tuple[int, int], _Want] = field(default_factory=dict)
-    shares: dict[str, _Share] = field(default_factory=dict)
-    table: PlaceTable | None = None
+    shares: dict[str, Share] = field(default_factory=dict)
+    places: tuple[LearnedPlace, ...] = ()
     news: int = 0
     known: int = 0
     solved: int = 0
@@ -423,44 +342,38 @@ class _Group:
         want.weight, want.stamp = weight + 1, self.prompts
         self.news += 1
 
-    def share(self, kind: str) -> _Share:
-        return self.shares.setdefault(kind, _Share())
+    def share(self, kind: str) -> Share:
+        if kind not in self.shares:
+            self.shares[kind] = Share(wanted=_REGULAR_PRIOR if kind in REGULAR else _PRIOR)
+        return self.shares[kind]
 
     @property
     def due(self) -> bool:
-        """True if the programme should run again."""
+        """True if places should be chosen again."""
         enough = min(_SOLVE_WANTS, max(1, self.known // 4))
         return self.news >= enough or self.prompts - self.solved >= _SOLVE_PROMPTS
 
-    def solve(self, price: float, block_size: int) -> None:
-        """Run the programme along both axes, from the start and from the end, and take the better
-        one's places; the other one's for what those leave.
-
-        Args:
-            price: least savings of a row, in tokens.
-        """
+    def solve(self, block_size: int) -> None:
+        """Choose places along both axes, from the start and from the end: the better one's, and the
+        other one's for what those leave."""
         self.known, self.news, self.solved = self.known + self.news, 0, self.prompts
-        wants = [(key, self.weight(want), want.lost) for key, want in self.wants.items()]
-        if sum(weight for _, weight, _ in wants) < _LEAST_WANTS and self.prompts < _LEAST_PROMPTS:
+        wants = [(*key, want.lost, self.weight(want)) for key, want in self.wants.items()]
+        depths, distances, lost, weight = np.array(wants, np.float64).reshape(-1, 4).T
+        if weight.sum() < _LEAST_WANTS and self.prompts < _LEAST_PROMPTS:
             return
-        axes = {
-            False: [Bin(depth, lost, weight) for (depth, _), weight, lost in wants],
-            True: [Bin(-distance, lost, weight) for (_, distance), weight, lost in wants],
+        axes = {False: depths, True: -distances}
+        least = _LEAST_TOKENS / block_size * self.fresh
+        solutions = {
+            axis: choose_places(at, lost, weight, MOST_PLACES, least) for axis, at in axes.items()
         }
-        least = price / block_size * self.fresh
-        solutions = {axis: solve(bins, MOST_PLACES, least) for axis, bins in axes.items()}
         from_end = solutions[True].gain >= solutions[False].gain
         first = solutions[from_end]
-        left = [
-            Bin(other.at, lost, other.weight)
-            for other, lost in zip(axes[not from_end], first.left, strict=True)
-        ]
-        second = solve(left, MOST_PLACES - len(first.ranked), least)
-        places = [
+        most = MOST_PLACES - len(first.ranked)
+        second = choose_places(axes[not from_end], first.left, weight, most, least)
+        self.places = (
             *(LearnedPlace(abs(at), from_end) for at in first.ranked),
             *(LearnedPlace(abs(at), not from_end) for at in second.ranked),
-        ]
-        self.table = PlaceTable(tuple(places), price, self.share(INTERVAL).value)
+        )
 
 
 class Places:
@@ -480,29 +393,30 @@ class Places:
         self._block_size = block_size
         self._least_gain = least_gain
         self._groups: OrderedDict[bytes, _Group] = OrderedDict()
-        # What nobody has asked for within as many prompts as there are rows would be evicted.
-        self._horizon = min(_MOST_HORIZON, max(_LEAST_HORIZON, rows))
+        # What nobody has asked for within as many prompts as there are rows would be evicted. In a
+        # large cache a share would follow too late if it waited for that.
+        self._window = min(_MOST_WINDOW, max(_LEAST_WINDOW, rows))
         self._recent: deque[Planned] = deque()
-        self._lost = self._evicted = 0.0
+        self._count = 0
+        self._gaps, self._weight = _FIRST_GAP * _FIRST_WEIGHT, _FIRST_WEIGHT
 
     # What follows
 
     @property
-    def price(self) -> float:
-        """Tokens that a row has to save: those computed again for each snapshot evicted of late, at
-        least what a row costs."""
-        return max(_LEAST_TOKENS, self._lost / max(1.0, self._evicted))
+    def horizon(self) -> float:
+        """Prompts after which reuse mostly comes: a part of the mean number of prompts between one
+        and those that part from its path, weighted by the tokens that these have of it."""
+        return max(_LEAST_HORIZON, _HORIZON * self._gaps / self._weight)
 
-    def table(self, root: bytes) -> PlaceTable | None:
-        """Return the knowledge of a tenant's prompts; None: use the fixed interval alone."""
+    def of(self, root: bytes) -> tuple[LearnedPlace, ...]:
+        """Return the places of a tenant's prompts, the best one first."""
         group = self._groups.get(root) if self.learned else None
-        return None if group is None else group.table
+        return () if group is None else group.places
 
-    def expected(self, planned: Planned | None, kind: str) -> float:
-        """Return the expected uses of a snapshot of this kind."""
-        if planned is None or not self.learned or kind not in planned.group.shares:
-            return 1.0
-        return planned.group.shares[kind].value
+    def expected(self, planned: Planned | None, kind: str) -> float | Share:
+        """Return the uses expected of a snapshot of this kind: a number, or the share that tells
+        it."""
+        return 1.0 if planned is None or not self.learned else planned.group.share(kind)
 
     def is_junction(self, planned: Planned, position: int, gain: int) -> bool:
         """Return True if prompts part so often at a position that a snapshot there pays, although
@@ -519,16 +433,15 @@ class Places:
         self._groups.move_to_end(root)
         if len(self._groups) > MOST_GROUPS:
             self._groups.popitem(last=False)
-        self._lost *= _DECAY
-        self._evicted *= _DECAY
         group.prompts += 1
         group.fresh = _DECAY * group.fresh + (length - start >= self._least_gain)
-        planned = Planned(group, start, length, dict(positions))
+        self._count += 1
+        planned = Planned(group, start, length, dict(positions), self._count)
         self._recent.append(planned)
-        if len(self._recent) > self._horizon:
+        if len(self._recent) > self._window:
             self._forget(self._recent.popleft())
         if group.due:
-            group.solve(self.price, self._block_size)
+            group.solve(self._block_size)
         return planned
 
     def parted(self, planned: Planned, position: int) -> None:
@@ -539,6 +452,10 @@ class Places:
         if times > 1:
             return
         group, kind = planned.group, planned.kinds.get(position)
+        gained = position - planned.start
+        if gained > 0:
+            self._gaps = _GAP_DECAY * self._gaps + gained * (self._count - planned.number)
+            self._weight = _GAP_DECAY * self._weight + gained
         serving = planned.before(position, regular=True)
         if serving in planned.kinds and serving not in planned.used:
             planned.used.add(serving)
@@ -548,14 +465,6 @@ class Places:
             size = self._block_size
             depth = position // size
             group.add(depth, planned.length // size - depth, lost / size)
-
-    def evicted(self) -> None:
-        """Count an evicted snapshot."""
-        self._evicted += 1
-
-    def missed(self, tokens: int) -> None:
-        """Count tokens computed again because of an evicted snapshot."""
-        self._lost += tokens
 
     def _forget(self, planned: Planned) -> None:
         """Count the planned snapshots without use in time."""

@@ -22,7 +22,7 @@ from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, usage
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, keep, kept_rows
 from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, miss_reason
-from vlm_serve.cache.placement import Places
+from vlm_serve.cache.placement import REGULAR, Places
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, Publisher, give_row
 from vlm_serve.cache.records import Hit, Lease, LeaseState, Node, Rows, Snapshot
@@ -76,7 +76,6 @@ class PrefixCache:
             config.min_snapshot_gain * config.block_size,
             learned=config.learned_places,
         )
-        self.events.snapshot_evicted.subscribe(lambda snapshot: self.places.evicted())
 
     # Matching
 
@@ -209,8 +208,7 @@ class PrefixCache:
         node, places = self._parting_node(match, keys), self.places
         if node is not None and node.planned is not None:
             places.parted(node.planned, match.kv_boundary)
-        if match.reason == "snapshot_evicted":
-            places.missed(match.kv_boundary - match.state_boundary)
+        self.ledger.spare_snapshots.admit(places.horizon)
         lease.planned = places.plan(match.root, lease.boundary, num_prompt_tokens, positions)
         if node is not None and positions.get(match.kv_boundary) == "junction":
             node.planned = lease.planned  # the snapshot there is this request's
@@ -378,12 +376,13 @@ class PrefixCache:
         if rest == 0 and depth <= len(lease.path) and lease.path[depth - 1].snapshot is not None:
             return None
         expected = self.places.expected(lease.planned, kind)
-        if not (self._pays(lease, position, kind, expected) and self._evictor.make_row()):
+        # Prompts have parted at a junction. Elsewhere the row must be worth what goes for it.
+        worth = None if kind == "junction" else float(expected) * self._gain(lease, position, kind)
+        if not self._evictor.make_row(worth):
             self.ledger.events.counted.publish(("skips", kind))
             return None
         row = self.ledger.rows.take(RowState.RESERVED)
-        snapshot = lease.reserved[position] = Snapshot(row, position, kind)
-        snapshot.expected = expected
+        lease.reserved[position] = Snapshot(row, position, kind, expected)
         return row
 
     def commit(
@@ -718,13 +717,15 @@ class PrefixCache:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
-    def _pays(self, lease: Lease, position: int, kind: str, expected: float) -> bool:
-        """Return True if a row is free, or a snapshot is expected to save what evicting another one
-        for it costs. Others wait for a junction."""
-        if expected >= 1.0 or kind == "junction" or self.ledger.rows.num_free:
-            return True
-        before = max([lease.boundary, *(p for p in lease.reserved if p < position)])
-        return expected * (position - before) >= self.places.price
+    def _gain(self, lease: Lease, position: int, kind: str) -> int:
+        """Return the tokens that a snapshot saves over those before it. A regular one is likely to
+        go before others, so only another regular one counts on it."""
+        before = [
+            place
+            for place, other in lease.reserved.items()
+            if place < position and (kind in REGULAR or other.kind not in REGULAR)
+        ]
+        return position - max([lease.boundary, *before])
 
     def _count_use(self, lease: Lease, now: int) -> None:
         """Count a hit as a use, after its first step has succeeded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlm_serve.cache.node_table import NOBODY, UNPUBLISHED
+from vlm_serve.cache.placement import Share
 
 if TYPE_CHECKING:
     from vlm_serve.cache.placement import Planned
@@ -199,15 +201,18 @@ class Snapshot:
         pins: requests about to read it.
         exact: computed by prefill alone, on an exact prefix.
         previous: the nearest snapshot before it on its path when it was attached.
-        hits, last_used, credit: as for nodes.
-        expected: added to its hits in its value: the uses expected of it.
-        ticket: of its entry among the eviction candidates.
+        hits, last_used: as for nodes.
+        asked: prompts admitted until its last use.
+        expected: the uses expected of it: a number, or what is learned of its kind.
+        heirs: what was expected of evicted snapshots behind it, until its next use: whoever would
+            have asked for one of them starts here.
     """
 
     __slots__ = (
-        "credit",
+        "asked",
         "exact",
         "expected",
+        "heirs",
         "hits",
         "kind",
         "last_used",
@@ -216,31 +221,48 @@ class Snapshot:
         "position",
         "previous",
         "row",
-        "ticket",
     )
 
-    def __init__(self, row: int, position: int, kind: str) -> None:
+    def __init__(self, row: int, position: int, kind: str, expected: float | Share = 1.0) -> None:
         self.row = row
         self.position = position
         self.kind = kind
+        self.expected = expected
         self.node: Node | None = None
         self.pins = 0
         self.exact = True
         self.previous: Snapshot | None = None
         self.hits = 0
-        self.expected = 1.0
         self.last_used = 0
-        self.credit = 0.0
-        self.ticket = 0
+        self.asked = 0
+        self.heirs: Counter[Share] = Counter()
 
     @property
-    def saved_tokens(self) -> int:
-        """Tokens to recompute from the next shallower snapshot if this one were missing."""
+    def before(self) -> Snapshot | None:
+        """The nearest shallower snapshot on its path that is still there."""
         before = self.previous
         while before is not None and before.node is None:
             before = before.previous
         self.previous = before
-        return self.position - (before.position if before is not None else 0)
+        return before
+
+    @property
+    def worth(self) -> float:
+        """Tokens to recompute from the snapshot before it if this one were missing, times its uses:
+        the past ones, those that are expected, and those of requests that wait for it."""
+        before, node = self.before, self.node
+        saved = self.position - (before.position if before is not None else 0)
+        uses = self.hits + float(self.expected) + (node.expected if node is not None else 0)
+        return saved * (uses + sum(count * float(share) for share, count in self.heirs.items()))
+
+    def pass_on(self) -> Snapshot | None:
+        """Expect what is expected of this snapshot of the one before it, and return that."""
+        before = self.before
+        if before is not None:
+            before.heirs.update(self.heirs)
+            if isinstance(self.expected, Share):
+                before.heirs[self.expected] += 1
+        return before
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ def random_world(seed: int) -> World:
             has_state=rng.random() < 0.8,
             enabled=rng.random() < 0.95,
             min_snapshot_gain=2,
-            policy=rng.choice(["lru", "value"]),
             ghost_entries=rng.choice([None, 0, 5]),
             logprob_bytes=rng.choice([0, 1000, 1 << 20]),
         )

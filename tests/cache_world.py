@@ -344,7 +344,7 @@ class World:
             [(block.hard, block.soft) for block in ledger.blocks.blocks],
             [(node.key, node.pins, node.hits, node.last_used) for node in ledger.trie.walk()],
         )
-        spare = sorted(snapshot.row for _, snapshot in ledger.spare_snapshots.items().values())
+        spare = sorted(snapshot.row for snapshot in ledger.spare_snapshots)
         rows = (list(ledger.rows.states), spare, dict(ledger.pending), self.cache.stats.as_dict())
         return blocks, rows
 

@@ -119,7 +119,6 @@ class Simulation:
             has_state=has_state,
             enabled=rng.random() < 0.95,
             min_snapshot_gain=rng.choice([1, 4]),
-            policy=rng.choice(["value", "lru"]),
             logprob_bytes=self._reports.choice([0, 2_000, 1 << 20]),
             exact_only=exact_only,
             learned_places=self._places.random() < 0.8,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, listed, make_world
 
-from vlm_serve.cache.candidates import EvictionPolicy
+from vlm_serve.cache.placement import Share
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
@@ -22,10 +21,10 @@ def take_blocks(world: World, count: int) -> None:
 
 
 def take_rows(world: World, count: int) -> None:
-    """Another request reserves snapshot rows and leaves."""
+    """Another request reserves snapshot rows, as for junctions, and leaves."""
     lease = world.cache.open(None)
     for index in range(count):
-        assert world.cache.reserve_snapshot(lease, (index + 1) * 4, "x") is not None
+        assert world.cache.reserve_snapshot(lease, (index + 1) * 4, "junction") is not None
     world.cache.close(lease)
     world.check()
 
@@ -41,7 +40,7 @@ def test_kv_beyond_the_last_snapshot_goes_first_even_if_it_is_newer() -> None:
 
 
 def test_without_state_layers_nothing_is_beyond_a_snapshot() -> None:
-    world = make_world(num_blocks=8, has_state=False, policy="lru")
+    world = make_world(num_blocks=8, has_state=False)
     old, new = Text(numbers(16)), Text(numbers(16, 50))
     world.serve(old)
     world.serve(new)
@@ -52,7 +51,7 @@ def test_without_state_layers_nothing_is_beyond_a_snapshot() -> None:
 
 def test_leaves_go_before_what_they_stand_on() -> None:
     """A strict prefix of a live entry is never evicted: the state beyond it would be useless."""
-    world = make_world(num_blocks=6, policy="lru")
+    world = make_world(num_blocks=6)
     world.serve(Text(numbers(20)))
     for count in range(1, 6):
         take_blocks(world, count + 1)
@@ -136,7 +135,7 @@ def test_a_tail_outlives_the_request_that_fills_its_block() -> None:
 
 
 def test_evicting_a_snapshot_demotes_the_kv_behind_it() -> None:
-    world = make_world(num_blocks=8, num_live_rows=1, num_snapshot_rows=1, policy="lru")
+    world = make_world(num_blocks=8, num_live_rows=1, num_snapshot_rows=1)
     old, new = Text(numbers(12)), Text(numbers(12, 50))
     world.serve(old, snapshots=lambda position: position == 12)
     world.serve(new, snapshots=lambda position: position == 12)
@@ -149,17 +148,20 @@ def test_evicting_a_snapshot_demotes_the_kv_behind_it() -> None:
     assert world.match(new).kv_tokens == 0
 
 
-def test_lru_takes_the_snapshot_used_longest_ago() -> None:
-    world = make_world(num_live_rows=1, num_snapshot_rows=2, policy="lru")
-    short, long = Text(numbers(5)), Text(numbers(17, 50))
-    world.serve(long, snapshots=lambda position: position == 16)
-    world.serve(short, snapshots=lambda position: position == 4)
+def test_the_snapshot_used_longest_ago_goes_when_all_else_is_equal() -> None:
+    world = make_world(num_live_rows=1, num_snapshot_rows=3)
+    texts = [Text(numbers(9, first)) for first in (10, 30, 50)]
+    for text in [*texts, texts[0]]:
+        world.serve(text, snapshots=lambda position: position == 8)
+    for snapshot in world.cache.ledger.spare_snapshots:
+        snapshot.hits = 0
+        world.cache.ledger.refresh_snapshot(snapshot)
     take_rows(world, 2)
-    assert world.match(long).boundary == 0 and world.match(short).boundary == 4
+    assert [world.match(text).boundary for text in texts] == [8, 0, 8]
 
 
 def test_value_takes_the_snapshot_that_saves_least() -> None:
-    world = make_world(num_live_rows=1, num_snapshot_rows=2, policy="value")
+    world = make_world(num_live_rows=1, num_snapshot_rows=2)
     short, long = Text(numbers(5)), Text(numbers(17, 50))
     world.serve(long, snapshots=lambda position: position == 16)
     world.serve(short, snapshots=lambda position: position == 4)
@@ -169,7 +171,7 @@ def test_value_takes_the_snapshot_that_saves_least() -> None:
 
 def test_value_counts_what_is_saved_beyond_the_snapshot_before() -> None:
     """4 tokens past another snapshot are worth less than 8 from the start."""
-    world = make_world(num_live_rows=1, num_snapshot_rows=3, policy="value")
+    world = make_world(num_live_rows=1, num_snapshot_rows=3)
     deep, other = Text(numbers(17)), Text(numbers(9, 50))
     world.serve(deep, snapshots=lambda position: position in (12, 16))
     world.serve(other, snapshots=lambda position: position == 8)
@@ -179,7 +181,7 @@ def test_value_counts_what_is_saved_beyond_the_snapshot_before() -> None:
 
 def test_value_is_taken_anew_when_the_snapshot_before_has_gone() -> None:
     """The deeper snapshot of a pair is worth the whole path once the other is gone."""
-    world = make_world(num_live_rows=1, num_snapshot_rows=3, policy="value")
+    world = make_world(num_live_rows=1, num_snapshot_rows=3)
     deep, other = Text(numbers(21)), Text(numbers(13, 50))
     world.serve(deep, snapshots=lambda position: position in (8, 16))
     world.serve(other, snapshots=lambda position: position == 12)
@@ -192,7 +194,7 @@ def test_value_is_taken_anew_when_the_snapshot_before_has_gone() -> None:
 
 
 def test_reuse_raises_the_value() -> None:
-    world = make_world(num_live_rows=1, num_snapshot_rows=2, policy="value")
+    world = make_world(num_live_rows=1, num_snapshot_rows=2)
     used, longer = Text(numbers(9)), Text(numbers(13, 50))
     world.serve(used, snapshots=lambda position: position == 8)
     for _ in range(2):
@@ -203,27 +205,54 @@ def test_reuse_raises_the_value() -> None:
 
 
 def test_old_value_gives_way_in_the_end() -> None:
-    policy = EvictionPolicy("value")
-    once = policy.value(0, policy.age, worth=1000 * 3, num_bytes=10)
-    for _ in range(31):
-        policy.evicted(policy.value(0, policy.age, worth=100, num_bytes=10))
-    fresh = policy.value(0, policy.age, worth=1, num_bytes=10)
-    assert once == 300 < fresh
-    age = policy.age
-    policy.evicted(5.0)
-    assert policy.age == age, "the age never falls"
+    """What was of use three times, long ago, goes before what was of use once, of late."""
+    world = make_world(num_blocks=40, num_live_rows=1, num_snapshot_rows=2)
+    old, new = Text(numbers(9)), Text(numbers(9, 50))
+    for text in (old, old, old, new):
+        world.serve(text, snapshots=lambda position: position == 8)
+        world.cache.ledger.spare_snapshots.admit(4.0)
+    take_rows(world, 2)
+    assert world.match(old).boundary == 8 and world.match(new).boundary == 0
+    for _ in range(20):
+        world.cache.ledger.spare_snapshots.admit(4.0)
+    world.serve(new, snapshots=lambda position: position == 8)
+    take_rows(world, 2)
+    assert world.match(old).boundary == 0 and world.match(new).boundary == 8
 
 
-def test_policies_by_name() -> None:
-    by_use, by_value = (EvictionPolicy("lru"), (0.0, 3.0)), (EvictionPolicy("value"), (7.0, 900.0))
-    for policy, outcome in (by_use, by_value):
-        policy.evicted(7.0)
-        assert (policy.age, policy.value(3, 9.0, 99 * 9, 1)) == outcome
+def test_a_new_snapshot_needs_more_worth_than_what_goes_for_it() -> None:
+    world = make_world(num_live_rows=1, num_snapshot_rows=2)
+    long = Text(numbers(17))
+    world.serve(long, snapshots=lambda position: position in (8, 16))
+    lease = world.cache.open(None)
+    assert world.cache.reserve_snapshot(lease, 4, "message") is not None, "a row is free"
+    assert world.cache.reserve_snapshot(lease, 12, "message") is None
+    assert world.cache.stats.skips["message"] == 1
+    assert world.cache.reserve_snapshot(lease, 16, "message") is not None
+    world.cache.close(lease)
+    world.check()
+    assert world.match(long).boundary == 16, "the earlier one has gone: both saved eight tokens"
 
 
-@pytest.mark.parametrize("policy", ["lru", "value"])
-def test_the_least_recent_conversation_goes_first_when_all_else_is_equal(policy: str) -> None:
-    world = make_world(num_blocks=9, policy=policy)
+def test_what_was_expected_of_a_victim_is_expected_of_the_snapshot_before_it() -> None:
+    world = make_world(num_live_rows=1, num_snapshot_rows=3)
+    share = Share(planned=2.0, wanted=1.0)
+    deep = Text(numbers(17))
+    world.serve(deep, snapshots=lambda position: position in (8, 12))
+    first, second = sorted(world.cache.ledger.spare_snapshots, key=lambda each: each.position)
+    assert first.worth == 8 and second.worth == 4
+    second.expected = share
+    world.cache.ledger.refresh_snapshot(second)
+    take_rows(world, 3)
+    assert second.node is None and first.worth == 8 * 1.5
+    share.add(wanted=True)
+    assert first.worth > 8 * 1.6, "as of now"
+    world.serve(deep, snapshots=lambda position: False)
+    assert first.worth == 8 * 2, "until its next use"
+
+
+def test_the_least_recent_conversation_goes_first_when_all_else_is_equal() -> None:
+    world = make_world(num_blocks=9)
     texts = [Text(numbers(8, first)) for first in (10, 30, 50)]
     for text in [*texts, texts[0]]:
         world.serve(text)

@@ -176,7 +176,7 @@ def test_a_restore_pin_survives_the_growth_of_others() -> None:
     world.check()
     assert world.step(run, 9)
     # Released after the first commit: now both may go, for blocks and for rows.
-    assert world.cache.reserve_snapshot(other, 4, "interval") is not None
+    assert world.cache.reserve_snapshot(other, 4, "junction") is not None
     world.cache.close(other)
     world.close(run)
     world.check()

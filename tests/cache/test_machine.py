@@ -31,7 +31,6 @@ configs = st.builds(
     has_state=st.sampled_from([True, True, True, False]),
     enabled=st.sampled_from([True] * 7 + [False]),
     min_snapshot_gain=st.just(2),
-    policy=st.sampled_from(["value", "lru"]),
     ghost_entries=st.sampled_from([0, 4, None]),
     logprob_bytes=st.sampled_from([0, 700, 1 << 20]),
 )

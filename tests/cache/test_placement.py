@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from cache_texts import END_OF_TURN, Image, Text
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_serve.cache.placement import MAX_NEW_SNAPSHOTS, LearnedPlace, PlaceTable, plan_snapshots
+from vlm_serve.cache.placement import MAX_NEW_SNAPSHOTS, LearnedPlace, plan_snapshots
 from vlm_serve.preprocess.identity.keys import PromptKeys
 
 BLOCK = 16
@@ -47,7 +48,7 @@ def plan(
     junction: int = 0,
     interval: int = 10_000,
     min_gain: int = 4 * BLOCK,
-    learned: PlaceTable | None = None,
+    learned: Sequence[LearnedPlace] = (),
 ) -> dict[int, str]:
     return dict(
         plan_snapshots(
@@ -136,13 +137,9 @@ def test_a_long_prompt_spreads_its_regular_points() -> None:
     assert points == [576, 1152, 1728, 2304, 2880, 3456, 4032]
 
 
-def table(*places: LearnedPlace, price: float = 8.0, interval_share: float = 1.0) -> PlaceTable:
-    return PlaceTable(places, price, interval_share)
-
-
 def test_learned_places_come_before_those_of_the_interval() -> None:
     prompt = marks(words(410))
-    known = table(LearnedPlace(2, from_end=True), LearnedPlace(9, from_end=False))
+    known = [LearnedPlace(2, from_end=True), LearnedPlace(9, from_end=False)]
     assert list(plan(prompt, interval=128, learned=known).items()) == [
         (400, "prompt_end"),
         (368, "learned"),
@@ -154,26 +151,19 @@ def test_learned_places_come_before_those_of_the_interval() -> None:
 
 def test_learned_places_may_be_close_together_but_not_close_to_what_is_before() -> None:
     prompt = marks(words(410))
-    known = table(
+    known = [
         LearnedPlace(2, from_end=True),
         LearnedPlace(1, from_end=True),
         LearnedPlace(90, from_end=False),
-    )
+    ]
     assert plan(prompt, learned=known) == {400: "prompt_end", 368: "learned", 384: "learned"}
     assert plan(prompt, start=320, learned=known) == {400: "prompt_end", 384: "learned"}
     assert plan(prompt, start=336, learned=known) == {400: "prompt_end"}
 
 
-def test_the_interval_is_left_out_if_it_does_not_pay() -> None:
-    prompt = marks(words(410))
-    known = table(price=40.0, interval_share=0.25)
-    assert plan(prompt, interval=128, learned=known) == {400: "prompt_end"}
-    assert len(plan(prompt, interval=160, learned=known)) == 3
-
-
 def test_learned_places_move_down_out_of_a_picture() -> None:
     prompt = marks(words(50), Image("cat", 90), words(180))
-    found = plan(prompt, learned=table(LearnedPlace(6, from_end=False)), min_gain=BLOCK)
+    found = plan(prompt, learned=[LearnedPlace(6, from_end=False)], min_gain=BLOCK)
     assert found == {140: "media", 304: "prompt_end", 48: "learned"}
 
 

@@ -56,7 +56,7 @@ def test_state_never_taken_and_state_evicted() -> None:
     world.serve(text, snapshots=lambda position: position == 12)
     assert reason(world, text) == "full"
     for first in (30, 60):
-        world.serve(Text(numbers(5, first)))
+        world.serve(Text(numbers(17, first)))
     assert reason(world, text) == "snapshot_evicted"
 
 

@@ -321,7 +321,6 @@ def test_no_clock_no_randomness_no_tensors() -> None:
         {"num_live_rows": 0},
         {"num_snapshot_rows": -1},
         {"min_snapshot_gain": 0},
-        {"policy": "random"},
         {"block_bytes": 0},
         {"ghost_entries": -1},
     ],
