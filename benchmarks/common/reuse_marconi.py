@@ -24,7 +24,7 @@ from vlm_serve.cache.records import Snapshot
 from vlm_serve.preprocess.identity.keys import PromptKeys
 
 WINDOW = 10
-ALPHAS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+ALPHAS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 # Of a model of 4B: two operations a token for each parameter, and for each pair of tokens four for
 # each of 4096 numbers of a query, in eight layers; half of the pairs are masked.
 TOKEN_FLOPS, PAIR_FLOPS = 8.0e9, 2.0 * 4096 * 8

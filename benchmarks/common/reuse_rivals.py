@@ -54,8 +54,8 @@ class SnapshotTree:
         return path
 
     def _add(self, snapshot: Snapshot) -> None:
-        # Dead ones before it are passed over where its savings are asked for.
-        above = snapshot.previous if snapshot.saved_tokens < snapshot.position else None
+        above = snapshot.previous
+        assert above is None or above in self.above, "what is before a new snapshot is there"
         behind = [each for each in self.below[above] if _leads_to(snapshot, each)]
         self.above[snapshot], self.below[snapshot] = above, dict.fromkeys(behind)
         for each in behind:
