@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from benchmarks.common.reuse_policies import DEFAULT, FIXED, POLICIES, Policy
 from benchmarks.common.reuse_rivals import RivalCache
 from benchmarks.common.reuse_runs import Run, make_prompt, places, reusable
 from benchmarks.common.reuse_trace import TraceRequest, asked_of, made_trace, read_trace
-from benchmarks.common.reuse_workloads import WORKLOADS, Asked, Message, digest, workload
+from benchmarks.common.reuse_workloads import TOOL, WORKLOADS, Asked, Message, digest, workload
 from benchmarks.reuse import Table, chosen_policies, main, of_memory, of_rows, parsed
 from vlm_serve.preprocess.identity.prompt import Prompt
 
@@ -228,6 +229,14 @@ def test_the_programme_falls_back_on_shallower_states() -> None:
     assert Clairvoyant(asked, prompts).cached(0) == pytest.approx(0)
 
 
+def test_the_programme_makes_no_state_before_a_start() -> None:
+    """One row: the second prompt starts from both blocks, so it has no state of the first one for
+    the third prompt; or from the first one alone."""
+    asked, prompts = prepared(asked_of([blocks(1, 2), blocks(1, 2), blocks(1, 3)], 64))
+    assert best_by_trying(asked, prompts, 1) == 128
+    assert 128 <= Clairvoyant(asked, prompts).cached(1) < 128 + 64
+
+
 def test_the_programme_of_strangers_is_empty() -> None:
     asked, prompts = prepared(asked_of([blocks(1), blocks(2)]))
     assert Clairvoyant(asked, prompts).cached(8) == 0
@@ -289,7 +298,19 @@ def test_agents_go_on_from_their_history_and_share_a_system_prompt() -> None:
             continued += one.messages[: len(before)] == before
         assert lengths(one.messages) < COMPACTED + 60_000
     assert continued > 40
-    assert len({one.after for one in asked}) < len(asked), "subagents start after one request"
+
+
+def test_an_agent_goes_on_when_its_subagents_have_ended() -> None:
+    """What each of them hands back is a result of a tool, side by side."""
+    asked = published_agents(random.Random("agents 1"), 200)
+    after = Counter(one.after for one in asked if one.after >= 0)
+    started = [index for index, count in after.items() if count >= 3]
+    resumed = []
+    for index, one in enumerate(asked):
+        roles = [each.role for each in one.messages]
+        if any(roles[at : at + 3] == [TOOL] * 3 for at in range(len(roles))):
+            resumed.append(index)
+    assert started and resumed and min(resumed) > min(started) + 3
 
 
 def lengths(messages: tuple[Message, ...]) -> int:
