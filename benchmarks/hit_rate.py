@@ -12,19 +12,25 @@ Longer workloads, with rows short, are those of `reuse.py`.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+import benchmarks.common  # noqa: F401, I001  # First: it adds examples/ and tests/ to the path.
 from make_checkpoint import make_checkpoint
 from parity_cases import assistant, photograph, random_ids, user
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.pipeline.requests import returned
+from vlm_serve.pipeline.inputs import only
+from vlm_serve.pipeline.requests import Job
 from vlm_serve.preprocess.identity.keys import PromptKeys
 from vlm_serve.preprocess.identity.prompt import Prompt
 
@@ -73,7 +79,7 @@ class Meter:
             prompt = preprocessor.prepare_tokens(request)
         else:
             prompt = preprocessor.prepare(request)
-        output = returned(*self._pipe._run(iter([prompt]), [params]))
+        output = only(self._pipe._requests.answers([Job(lambda: prompt, params)]))
         self.possible.append(self._deepest(prompt))
         self.cached.append(output.usage.cached_tokens)
         keys = prompt.keys.fork()
