@@ -1,38 +1,36 @@
 """Measure how much of the reusable part of prompts is reused, by workload.
 
     python benchmarks/hit_rate.py [CHECKPOINT] [--block-size 64]
-    python benchmarks/hit_rate.py --places [--workload NAME ...] [--rows N ...] [--seed 52]
 
 For every workload: cached tokens divided by the deepest cut point of the longest prefix shared with
 anything computed before, from the second request on. Beside it the same for a trie of a model
 without recurrent state, where KV alone decides: the price of needing a state snapshot too.
 Without a checkpoint a small random one is made: what is reused does not depend on the weights.
-
-With `--places` five longer workloads (`common/reuse_workloads.py`) run through the real scheduler
-and the real cache without a model, with several budgets of rows: snapshots at the fixed interval,
-and where it was learned that they pay. 100 % is the tokens up to the deepest cut point that each
-prompt shares with any prompt or answer before it, as if every cut had its snapshot and nothing were
-ever evicted. The gap is what the fixed interval lacks to that.
+Longer workloads, with rows short, are those of `reuse.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 import numpy as np
-from common.reuse_runs import Run, make_prompt, reusable
-from common.reuse_workloads import BUDGETS, SEED, WORKLOADS, workload
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+import benchmarks.common  # noqa: F401, I001  # First: it adds examples/ and tests/ to the path.
 from make_checkpoint import make_checkpoint
 from parity_cases import assistant, photograph, random_ids, user
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.pipeline.requests import returned
+from vlm_serve.pipeline.inputs import only
+from vlm_serve.pipeline.requests import Job
 from vlm_serve.preprocess.identity.keys import PromptKeys
 from vlm_serve.preprocess.identity.prompt import Prompt
 
@@ -81,7 +79,7 @@ class Meter:
             prompt = preprocessor.prepare_tokens(request)
         else:
             prompt = preprocessor.prepare(request)
-        output = returned(*self._pipe._run(iter([prompt]), [params]))
+        output = only(self._pipe._requests.answers([Job(lambda: prompt, params)]))
         self.possible.append(self._deepest(prompt))
         self.cached.append(output.usage.cached_tokens)
         keys = prompt.keys.fork()
@@ -138,7 +136,7 @@ def growing_video(meter: Meter) -> None:
         meter.run([user(part, "What happens?")])
 
 
-SHORT_WORKLOADS: dict[str, Callable[[Meter], None]] = {
+WORKLOADS: dict[str, Callable[[Meter], None]] = {
     "identical prompt": identical,
     "same image, new question": same_image,
     "chat, text": text_chat,
@@ -150,7 +148,7 @@ SHORT_WORKLOADS: dict[str, Callable[[Meter], None]] = {
 
 def measure(pipe: Pipeline) -> Iterator[tuple[str, Meter]]:
     """Runs every workload on an empty cache."""
-    for name, runs in SHORT_WORKLOADS.items():
+    for name, runs in WORKLOADS.items():
         pipe.engine.flush()
         meter = Meter(pipe)
         runs(meter)
@@ -162,43 +160,11 @@ def share(cached: list[int], possible: list[int]) -> float:
     return 100.0 * sum(cached) / sum(possible) if sum(possible) else 100.0
 
 
-def compare_places(names: list[str], budgets: list[int], seed: int) -> None:
-    """Print the reuse of every workload with every budget, as a table of Markdown."""
-    print("| workload | requests | rows | fixed | learned | of the gap |")
-    print("|---|---|---|---|---|---|")
-    lowest, halved = 100.0, 0
-    for name in names:
-        asked = workload(name, seed)
-        prompts = [make_prompt(one) for one in asked]
-        every = reusable(asked, prompts)
-        for rows in budgets:
-            fixed, learned = (
-                100 * Run(asked, prompts, rows, learned=learned).run().cached / every
-                for learned in (False, True)
-            )
-            closed = (learned - fixed) / (100 - fixed)
-            lowest, halved = min(lowest, learned - fixed), halved + (closed >= 0.5)
-            shares = f"{fixed:.2f} | {learned:.2f} | {100 * closed:.1f} %"
-            print(f"| {name} | {len(asked)} | {rows} | {shares} |", flush=True)
-    print(
-        f"\nlearned minus fixed: at least {lowest:+.2f} points; half of the gap or more: {halved}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", nargs="?", help="default: a small random one")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument(
-        "--places", action="store_true", help="places of snapshots, without a model"
-    )
-    parser.add_argument("--workload", action="append", choices=list(WORKLOADS))
-    parser.add_argument("--rows", type=int, nargs="+", default=list(BUDGETS))
-    parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
-    if options.places:
-        compare_places(options.workload or list(WORKLOADS), options.rows, options.seed)
-        return
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = options.checkpoint or make_checkpoint(folder)
         config = EngineConfig(dtype="float32", block_size=options.block_size, cache_memory="512MiB")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from letters import Letters
 from symbolic import SymbolicMedia
 
+from benchmarks.common.reuse_policies import DEFAULT, Policy
+from benchmarks.common.reuse_shape import BLOCK_BYTES, BLOCK_SIZE, SEATS, STATE_BYTES, STEP_TOKENS
+from benchmarks.common.reuse_tiers import HostTier
+from benchmarks.common.reuse_workloads import END_OF_TURN, VOCABULARY, Asked, render
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.matching import key_at
-from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.core.media import MediaPlanner
 from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler
@@ -28,12 +30,6 @@ from vlm_serve.preprocess.identity.keys import PromptKeys
 from vlm_serve.preprocess.identity.prompt import MediaSpan, Prompt
 from vlm_serve.sampling_params import SamplingParams
 
-from .reuse_workloads import BLOCK_SIZE, END_OF_TURN, VOCABULARY, Asked, render
-
-SEATS = 8
-STATE_INTERVAL = 1024
-# Of a model of 4B: 64 tokens of eight layers' keys and values, and 24 layers' states.
-BLOCK_BYTES, STATE_BYTES = 2_097_152, 51_511_296
 _ROOT = hashlib.sha256(b"workloads").digest()
 
 
@@ -71,22 +67,29 @@ def make_prompt(asked: Asked) -> Prompt:
     )
 
 
+def places(one: Asked, prompt: Prompt) -> tuple[dict[bytes, int], list[bytes]]:
+    """Return the keys of the cut points from which a prompt can start, deepest first, each with its
+    tokens; and those of all states that it passes, its answer included."""
+    keys = prompt.keys
+    possible = {
+        key_at(keys, cut): cut
+        for cut in reversed(keys.cuts)
+        if cut < len(prompt) and not keys.inside_span(cut)
+    }
+    whole = keys.fork()
+    whole.extend((*one.answer, END_OF_TURN))
+    return possible, [*whole.block_keys, *whole.tails.values()]
+
+
 def reusable(asked: Sequence[Asked], prompts: Sequence[Prompt]) -> int:
     """Return the tokens open to reuse by all requests if every cut point of all earlier prompts
     and answers, in the order of sending, had its snapshot and nothing were ever evicted."""
     seen: set[bytes] = set()
     total = 0
     for one, prompt in zip(asked, prompts, strict=True):
-        keys = prompt.keys
-        possible = (
-            cut
-            for cut in reversed(keys.cuts)
-            if cut < len(prompt) and not keys.inside_span(cut) and key_at(keys, cut) in seen
-        )
-        total += next(possible, 0)
-        whole = keys.fork()
-        whole.extend((*one.answer, END_OF_TURN))
-        seen.update(whole.block_keys, whole.tails.values())
+        possible, passed = places(one, prompt)
+        total += next((cut for key, cut in possible.items() if key in seen), 0)
+        seen.update(passed)
     return total
 
 
@@ -120,6 +123,7 @@ class Outcome:
         by_request: cached tokens of each request.
         reasons: requests by reason.
         saves, evictions: of snapshots, by kind and in all.
+        blocks_evicted: blocks of KV that were evicted.
     """
 
     cached: int = 0
@@ -128,17 +132,21 @@ class Outcome:
     reasons: Counter[str] = field(default_factory=Counter)
     saves: Counter[str] = field(default_factory=Counter)
     evictions: int = 0
+    blocks_evicted: int = 0
 
 
 class Run:
-    """One workload with one configuration; at most `SEATS` requests are in flight.
+    """One workload with one configuration.
 
     Args:
         asked: the requests; prompts are made once and shared by all runs.
         prompts: of the requests.
         rows: budget of snapshot rows.
-        learned: False: regular snapshots stand at the fixed interval.
-        changes: fields of the scheduler's config.
+        policy: where snapshots are made, and which one is evicted.
+        blocks: budget of KV blocks; None: there are enough for everything.
+        host_bytes: of a host tier below; None: there is none.
+        seats: most requests in flight, each with a row beside the budget. Snapshots may borrow idle
+            ones, as in the engine.
     """
 
     def __init__(
@@ -147,37 +155,40 @@ class Run:
         prompts: Sequence[Prompt],
         rows: int,
         *,
-        learned: bool = True,
-        changes: Mapping[str, Any] | None = None,
+        policy: Policy = DEFAULT,
+        blocks: int | None = None,
+        host_bytes: int | None = None,
+        seats: int = SEATS,
     ) -> None:
-        self._asked, self._prompts = asked, prompts
+        self._asked, self._prompts, self._seats = asked, prompts, seats
         longest = max(map(len, prompts)) + 1024
         total = sum(
             len(prompt) + len(one.answer) for prompt, one in zip(prompts, asked, strict=True)
         )
-        self.cache = PrefixCache(
+        self.cache = policy.cache(
             CacheConfig(
-                num_blocks=(total + SEATS * longest) // BLOCK_SIZE,
+                num_blocks=blocks or (total + seats * longest) // BLOCK_SIZE,
                 block_size=BLOCK_SIZE,
-                num_live_rows=SEATS,
+                num_live_rows=seats,
                 num_snapshot_rows=rows,
-                learned_places=learned,
+                learned_places=policy.learned,
                 block_bytes=BLOCK_BYTES,
                 snapshot_bytes=STATE_BYTES,
             )
         )
-        config: dict[str, Any] = {
-            "max_num_seqs": SEATS,
-            "max_num_batched_tokens": 2048,
-            "block_size": BLOCK_SIZE,
-            "chunk_size": BLOCK_SIZE,
-            "state_interval": STATE_INTERVAL,
-            "decode_state_interval": 0,
-            "answer_ends": "auto",
-        }
-        limits = SchedulerConfig(**config | dict(changes or {}))
+        limits = SchedulerConfig(
+            max_num_seqs=seats,
+            max_num_batched_tokens=STEP_TOKENS,
+            block_size=BLOCK_SIZE,
+            chunk_size=BLOCK_SIZE,
+            state_interval=policy.interval,
+            decode_state_interval=0,
+            answer_ends="auto",
+        )
         self.scheduler = Scheduler(self.cache, MediaPlanner(EmbeddingCache(1 << 30), 4), limits)
-        self.features = Features(self.scheduler, Options(limits))
+        self._tier = None if host_bytes is None else HostTier(self.cache, host_bytes)
+        fetcher = None if self._tier is None else self._tier.fetcher
+        self.features = Features(self.scheduler, Options(limits, fetcher=fetcher))
         self._executor = Scripted()
         self._language = Language(Letters(), frozenset({END_OF_TURN}), VOCABULARY, longest)
         self._numbers = itertools.count()
@@ -188,15 +199,19 @@ class Run:
         """Send everything, each request as soon as a seat is free and its session goes on."""
         self.outcome.by_request = [0] * len(self._asked)
         for index, one in enumerate(self._asked):
-            while len(self._in_flight) >= SEATS or one.after in self._in_flight:
+            while len(self._in_flight) >= self._seats or one.after in self._in_flight:
                 self._step()
             self._send(index, one)
             self._step()
         while self._in_flight or self.scheduler.has_work:
             self._step()
+        if self._tier is not None:
+            self._tier.close()
         self.cache.check()
+        assert not self.cache.events.failures, "an observer of the cache has failed"
+        evictions = self.cache.stats.evictions
         self.outcome.saves = self.cache.stats.saves
-        self.outcome.evictions = self.cache.stats.evictions["snapshot"]
+        self.outcome.evictions, self.outcome.blocks_evicted = evictions["snapshot"], evictions["kv"]
         return self.outcome
 
     def _send(self, index: int, one: Asked) -> None:
@@ -210,6 +225,8 @@ class Run:
         self.scheduler.add(group)
 
     def _step(self) -> None:
+        if self._tier is not None:
+            self._tier.step()
         plan = self.scheduler.plan()
         if plan is None:
             assert not self.scheduler.running, "sequences run but none can make a step"

@@ -1,7 +1,7 @@
 """Five workloads for policies of snapshots, as parts of prompts: no model, no text.
 
 They were written down before the policy and are never tuned afterwards:
-`tests/test_hit_rate.py` keeps their digests. A prompt has tokens and marks as a chat template
+`tests/test_reuse.py` keeps their digests. A prompt has tokens and marks as a chat template
 would leave them; answers are scripted, so that next turns contain them. All lengths are in tokens.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-BLOCK_SIZE = 64
 END_OF_TURN, START, NEWLINE = 1, 5, 6
 SYSTEM, USER, ASSISTANT, TOOL = 7, 8, 9, 10
 VISION_START, PAD, VISION_END = 2, 3, 4
@@ -215,7 +214,8 @@ def few_shot(rng: random.Random) -> list[Asked]:
     return interleaved(rng, [task(number % 2 == 0) for number in range(16)], 3)
 
 
-WORKLOADS: dict[str, Callable[[random.Random], list[Asked]]] = {
+Drawn = Callable[[random.Random], list[Asked]]
+WORKLOADS: dict[str, Drawn] = {
     "chats": chats,
     "agents": agents,
     "documents with questions": documents,
@@ -281,9 +281,11 @@ def render(messages: Sequence[Message]) -> Rendered:
     return found
 
 
-def workload(name: str, seed: int = SEED) -> list[Asked]:
+def workload(
+    name: str, seed: int = SEED, workloads: Mapping[str, Drawn] = WORKLOADS
+) -> list[Asked]:
     """Return the requests of a workload in their order."""
-    return WORKLOADS[name](random.Random(f"{name} {seed}"))
+    return workloads[name](random.Random(f"{name} {seed}"))
 
 
 def digest(asked: Sequence[Asked]) -> str:
