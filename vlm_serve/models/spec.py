@@ -278,6 +278,6 @@ class ModelSpec:
         pools = [layer.mixer.pools() for layer in self.layers]
         if mtp:
             assert self.mtp is not None
-            hidden = Pool("hidden", "row", (self.hidden_size,), split=None)
+            hidden = Pool("hidden", "activations", "row", (self.hidden_size,), split=None)
             pools.append((*self.mtp.mixer.pools(), hidden))
         return CacheLayout.of(pools, ranks)

@@ -64,11 +64,12 @@ class Attention(Mixer):
         return self.kv_heads * self.head_dim
 
     def pools(self) -> tuple[Pool, ...]:
+        # Scales are those of int8: k scale, k zero, v scale, v zero of each token and head.
         # Few queries are memory-bound, and reading is faster if a head's tokens are contiguous.
         pages = (2, BLOCK_SIZE, self.kv_heads, self.head_dim)
         return (
-            Pool("kv", "block", pages, split=2, swapped=1),
-            Pool("kv_scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
+            Pool("kv", "kv", "block", pages, split=2, swapped=1),
+            Pool("kv_scales", "scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
         )
 
     def sums_bytes(self, tokens: int, slices: int, keys: int) -> int:
