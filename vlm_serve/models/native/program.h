@@ -176,6 +176,9 @@ struct Experts {
     int64_t apart;        // 1: the results go to this rank's slot instead, [tokens, hidden]
     int64_t shared_site;  // of `shared_down`
     const int64_t *gate_up_sites, *down_sites;  // of every weight
+    int64_t sigmoid;    // 1: experts are chosen by sigmoids, see `choose_by_sigmoid`
+    const float* bias;  // [experts] of that choice, or null
+    double scale;       // of its weights
 
     bool has_shared() const { return shared_down.columns > 0; }
 };
