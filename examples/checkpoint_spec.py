@@ -16,6 +16,7 @@ FAMILIES = {
     "minicpmv4_6": "MiniCPMV4_6",
     "minicpmv4_7": "MiniCPMV4_7",
     "minicpm_ocr": "MiniCPMOcr",
+    "lfm2": "Lfm2",
 }
 """Families, and what the names of transformers' classes begin with."""
 
@@ -35,6 +36,8 @@ class CheckpointSpec:
     - MiniCPM-V cuts pictures into up to `max_slices` slices of about `slice_resolution` squared
       pixels and takes at most `max_video_frames` of a video. It merges patches after layer
       `window_layer` of its tower and has no experts.
+    - LFM2 has short convolutions of `conv_kernel` taps, with a `conv_bias` or without; every
+      `full_attention_interval`-th layer has attention.
     - `quantization` is one of `quantised_weights.FORMATS`; some have a scale per `group_size`.
 
     Raises:
@@ -52,6 +55,7 @@ class CheckpointSpec:
     gdn_key_dim: int = 16
     gdn_value_dim: int = 16
     conv_kernel: int = 4
+    conv_bias: bool = False
     attention_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
@@ -107,7 +111,7 @@ class CheckpointSpec:
     @property
     def hybrid(self) -> bool:
         """True if there are Gated DeltaNet layers beside gated attention."""
-        return self.family not in ("qwen3_vl", "qwen3")
+        return self.family not in ("qwen3_vl", "qwen3", "lfm2")
 
     @property
     def sliced(self) -> bool:
@@ -119,6 +123,11 @@ class CheckpointSpec:
         """Vision layers that add features, spread evenly; none in other families."""
         count = self.deepstack_features if self.family == "qwen3_vl" else 0
         return [(index + 1) * self.vision_depth // (count + 1) for index in range(count)]
+
+    def attends(self, index: int) -> bool:
+        """Return True if a layer has attention."""
+        state = self.hybrid or self.family == "lfm2"
+        return not state or (index + 1) % self.full_attention_interval == 0
 
     def has_experts(self, index: int) -> bool:
         """Return True if a layer has experts."""
@@ -132,8 +141,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}")
     if spec.family == "qwen3_next" and (spec.vision_depth or not spec.num_experts):
         raise ValueError("qwen3_next has num_experts and no vision_depth")
-    if spec.family == "qwen3" and spec.vision_depth:
-        raise ValueError("qwen3 has no vision_depth")
+    if spec.family in ("qwen3", "lfm2") and spec.vision_depth:
+        raise ValueError(f"{spec.family} has no vision_depth")
     if spec.family == "qwen3_vl" and not spec.vision_depth:
         raise ValueError("qwen3_vl has a vision_depth")
     if spec.sliced and (not spec.vision_depth or spec.num_experts):
@@ -172,6 +181,7 @@ SMALL_SPECS = {
     "minicpmv4_6": CheckpointSpec(family="minicpmv4_6"),
     "minicpmv4_7": CheckpointSpec(family="minicpmv4_7"),
     "minicpm_ocr": CheckpointSpec(family="minicpm_ocr", downsample_mode="4x"),
+    "lfm2": CheckpointSpec(family="lfm2", conv_kernel=3, vision_depth=0),
 }
 """What a checkpoint of each family begins as."""
 

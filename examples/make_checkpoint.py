@@ -6,6 +6,7 @@
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
     python examples/make_checkpoint.py /tmp/tiny-qwen3 --family qwen3
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
+    python examples/make_checkpoint.py /tmp/tiny-lfm2 --family lfm2
     python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
 
 The weights are drawn to make outputs sensitive to the input: every layer contributes about as much

@@ -118,6 +118,33 @@ _MINICPM_OCR: Shapes = {
     ),
 }
 
+_LFM2: Shapes = {
+    "lfm2": CheckpointSpec(family="lfm2", conv_kernel=3, vision_depth=0, seed=24),
+    "lfm2, tied, biased, four taps": CheckpointSpec(
+        family="lfm2",
+        attention_heads=2,
+        kv_heads=1,
+        conv_bias=True,
+        full_attention_interval=3,
+        num_layers=5,
+        tied_embeddings=True,
+        vision_depth=0,
+        seed=25,
+    ),
+}
+
+_LFM2_MOE: Shapes = {
+    "lfm2 moe": CheckpointSpec(
+        family="lfm2",
+        conv_kernel=3,
+        num_experts=8,
+        experts_per_token=3,
+        dense_layers=1,
+        vision_depth=0,
+        seed=26,
+    ),
+}
+
 FAMILIES: dict[str, Shapes] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
@@ -131,6 +158,8 @@ FAMILIES: dict[str, Shapes] = {
     "minicpmv4_6": _MINICPMV4_6,
     "minicpmv4_7": _MINICPMV4_7,
     "minicpm_ocr": _MINICPM_OCR,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2_MOE,
 }
 """By model type, as the registry has them."""
 

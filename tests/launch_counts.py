@@ -30,10 +30,12 @@ from vlm_serve.models.cache_layout import CacheTensors, Content
 from vlm_serve.models.parts.attention import LoadedAttention
 from vlm_serve.models.parts.feed_forward import LoadedExperts, LoadedMlp
 from vlm_serve.models.parts.gated_delta import LoadedGatedDelta
+from vlm_serve.models.parts.short_conv import LoadedShortConv
 
 Kind = Literal["decode", "drafts", "prefill"]
 PARTS: dict[str, type] = {
     "Gated DeltaNet": LoadedGatedDelta,
+    "short convolution": LoadedShortConv,
     "attention": LoadedAttention,
     "MLP": LoadedMlp,
     "experts": LoadedExperts,
