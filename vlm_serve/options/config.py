@@ -206,7 +206,7 @@ class EngineConfig:
         None,
         "snapshot rows, in addition to one live row per running sequence; 0: idle live rows only",
         low=0,
-        default_text="half of the cache memory",
+        default_text="half of the cache memory, at most one row a block",
     )
     prefix_cache_decode_state_interval: int = _cache(
         0,
