@@ -108,7 +108,7 @@ class LoadedShortConv(LoadedMixer):
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
         wide = self.in_proj.of_norm(x, deterministic=step.deterministic, changes=step.changes)
-        b, c, value = wide.split(self.channels, 1)
+        b, c, value = torch.split_with_sizes(wide, [self.channels] * 3, 1)
         inputs = b * value
         parts = [self._convolved(inputs[rows], cache, meta) for meta, rows in step.parts()]
         out = c * (parts[0] if len(parts) == 1 else torch.cat(parts))
