@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from checkpoint_lfm2 import fields as lfm2_fields
+from checkpoint_lfm2 import vl_fields
 from checkpoint_minicpm import vision_fields
 from checkpoint_spec import CheckpointSpec
 
@@ -99,6 +100,8 @@ def _dense(spec: CheckpointSpec) -> dict[str, Any]:
 
 def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a checkpoint with a vision tower, without the token ids."""
+    if spec.tiled:
+        return vl_fields(spec, text)
     return {
         "architectures": [f"{spec.architecture}ForConditionalGeneration"],
         "model_type": spec.model_type,

@@ -1,12 +1,26 @@
-"""Parts specific to LFM2's checkpoints: config.json and the names of weights."""
+"""Parts specific to LFM2's checkpoints: config.json, tokens of tiles, names of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from checkpoint_parts import write_json
 from checkpoint_spec import CheckpointSpec
 
+MAX_TILES = 4
+NAMED_TOKENS = {
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail_token": "<|img_thumbnail|>",
+}
+"""By the names under which transformers' processor looks for them."""
+TILE_TOKENS = tuple(
+    f"<|img_row_{row}_col_{column}|>"
+    for row in range(1, MAX_TILES + 1)
+    for column in range(1, MAX_TILES + 1)
+)
 Entry = tuple[str, tuple[int, ...], str]
 """(name, shape, rule of `random_weights.draw`)."""
 
@@ -30,8 +44,8 @@ def fields(spec: CheckpointSpec) -> dict[str, Any]:
         }
     return {
         **sizes,
-        "architectures": [f"{spec.architecture}ForCausalLM"],
-        "model_type": spec.model_type,
+        **({} if spec.tiled else {"architectures": [f"{spec.architecture}ForCausalLM"]}),
+        "model_type": "lfm2" if spec.tiled else spec.model_type,
         "dtype": spec.dtype,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -49,6 +63,76 @@ def fields(spec: CheckpointSpec) -> dict[str, Any]:
             "full_attention" if spec.attends(index) else "conv" for index in range(spec.num_layers)
         ],
     }
+
+
+def vl_fields(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of a checkpoint with a vision tower, without the token ids."""
+    return {
+        "architectures": [f"{spec.architecture}ForConditionalGeneration"],
+        "model_type": spec.model_type,
+        "dtype": spec.dtype,
+        "tie_embedding": spec.tied_embeddings,
+        "text_config": text,
+        "vision_config": {
+            "model_type": "siglip2_vision_model",
+            "num_hidden_layers": spec.vision_depth,
+            "hidden_size": spec.vision_hidden_size,
+            "intermediate_size": spec.vision_intermediate_size,
+            "num_attention_heads": spec.vision_heads,
+            "num_patches": spec.num_position_embeddings,
+            "patch_size": spec.patch_size,
+            "vision_use_head": False,
+        },
+        "downsample_factor": 2,
+        "projector_hidden_size": spec.vision_intermediate_size,
+        "projector_use_layernorm": spec.projector_norm,
+    }
+
+
+def write_processor(path: Path, spec: CheckpointSpec) -> None:
+    """Write preprocessor_config.json into `path`."""
+    settings = {
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "processor_class": "Lfm2VlProcessor",
+        "encoder_patch_size": spec.patch_size,
+        "tile_size": spec.tile_size,
+        "max_tiles": MAX_TILES,
+        "min_image_tokens": 4,
+        "max_image_tokens": 16,
+    }
+    write_json(path / "preprocessor_config.json", settings)
+
+
+def vision_entries(spec: CheckpointSpec) -> Iterator[Entry]:
+    """Yield the weights of the tower and of the projector."""
+    dim, wide, tower = spec.vision_hidden_size, spec.vision_intermediate_size, "model.vision_tower"
+    yield from _biased(f"{tower}.embeddings.patch_embedding", (dim, 3 * spec.patch_size**2))
+    positions = f"{tower}.embeddings.position_embedding.weight"
+    yield positions, (spec.num_position_embeddings, dim), "position"
+    for index in range(spec.vision_depth):
+        layer = f"{tower}.encoder.layers.{index}"
+        yield from _layer_norm(f"{layer}.layer_norm1", dim)
+        yield from _layer_norm(f"{layer}.layer_norm2", dim)
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _biased(f"{layer}.self_attn.{part}", (dim, dim))
+        yield from _biased(f"{layer}.mlp.fc1", (wide, dim))
+        yield from _biased(f"{layer}.mlp.fc2", (dim, wide))
+    yield from _layer_norm(f"{tower}.post_layernorm", dim)
+    projector = "model.multi_modal_projector"
+    if spec.projector_norm:
+        yield from _layer_norm(f"{projector}.layer_norm", 4 * dim)
+    yield from _biased(f"{projector}.linear_1", (wide, 4 * dim))
+    yield from _biased(f"{projector}.linear_2", (spec.hidden_size, wide))
+
+
+def _biased(name: str, shape: tuple[int, ...]) -> Iterator[Entry]:
+    yield f"{name}.weight", shape, "linear"
+    yield f"{name}.bias", shape[:1], "bias"
+
+
+def _layer_norm(name: str, dim: int) -> Iterator[Entry]:
+    yield f"{name}.weight", (dim,), "norm"
+    yield f"{name}.bias", (dim,), "bias"
 
 
 def layer_entries(layer: str, index: int, spec: CheckpointSpec) -> Iterator[Entry]:

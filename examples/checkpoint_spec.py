@@ -37,7 +37,8 @@ class CheckpointSpec:
       pixels and takes at most `max_video_frames` of a video. It merges patches after layer
       `window_layer` of its tower and has no experts.
     - LFM2 has short convolutions of `conv_kernel` taps, with a `conv_bias` or without; every
-      `full_attention_interval`-th layer has attention.
+      `full_attention_interval`-th layer has attention. With a tower it cuts pictures into tiles of
+      `tile_size` pixels a side, and has a `projector_norm` or none.
     - `quantization` is one of `quantised_weights.FORMATS`; some have a scale per `group_size`.
 
     Raises:
@@ -79,6 +80,8 @@ class CheckpointSpec:
     slice_resolution: int = 96
     max_slices: int = 9
     max_video_frames: int = 16
+    tile_size: int = 64
+    projector_norm: bool = True
     image_min_pixels: int = 32 * 32
     image_max_pixels: int = 512 * 512
     video_min_pixels: int = 2 * 32 * 32
@@ -99,6 +102,8 @@ class CheckpointSpec:
     @property
     def model_type(self) -> str:
         """The family's name in transformers."""
+        if self.tiled:
+            return "lfm2_vl"
         moe = self.num_experts and self.family != "qwen3_next"
         return f"{self.family}_moe" if moe else self.family
 
@@ -106,7 +111,7 @@ class CheckpointSpec:
     def architecture(self) -> str:
         """Prefix of the names of transformers' classes."""
         moe = self.model_type.endswith("_moe")
-        return FAMILIES[self.family] + ("Moe" if moe else "")
+        return FAMILIES[self.family] + ("Vl" if self.tiled else "Moe" if moe else "")
 
     @property
     def hybrid(self) -> bool:
@@ -117,6 +122,11 @@ class CheckpointSpec:
     def sliced(self) -> bool:
         """True if pictures are cut into slices."""
         return self.family.startswith("minicpm")
+
+    @property
+    def tiled(self) -> bool:
+        """True if large pictures are cut into tiles."""
+        return self.family == "lfm2" and self.vision_depth > 0
 
     @property
     def deepstack(self) -> list[int]:
@@ -141,8 +151,10 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}")
     if spec.family == "qwen3_next" and (spec.vision_depth or not spec.num_experts):
         raise ValueError("qwen3_next has num_experts and no vision_depth")
-    if spec.family in ("qwen3", "lfm2") and spec.vision_depth:
-        raise ValueError(f"{spec.family} has no vision_depth")
+    if spec.family == "qwen3" and spec.vision_depth:
+        raise ValueError("qwen3 has no vision_depth")
+    if spec.tiled and spec.num_experts:
+        raise ValueError("lfm2 has a vision_depth or num_experts")
     if spec.family == "qwen3_vl" and not spec.vision_depth:
         raise ValueError("qwen3_vl has a vision_depth")
     if spec.sliced and (not spec.vision_depth or spec.num_experts):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from checkpoint_lfm2 import layer_entries
+from checkpoint_lfm2 import vision_entries as tiled_entries
 from checkpoint_minicpm import vision_entries
 from checkpoint_spec import CheckpointSpec
 
@@ -37,7 +38,10 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     last = "embedding_norm" if spec.family == "lfm2" else "norm"
     yield f"{prefix}.{last}.weight", (hidden,), norm
     if spec.vision_depth:
-        yield from vision_entries(spec) if spec.sliced else _vision(spec)
+        if spec.tiled:
+            yield from tiled_entries(spec)
+        else:
+            yield from vision_entries(spec) if spec.sliced else _vision(spec)
     if spec.mtp:
         yield from _predictor(spec)
     if not spec.tied_embeddings:

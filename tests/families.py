@@ -145,6 +145,19 @@ _LFM2_MOE: Shapes = {
     ),
 }
 
+_LFM2_VL: Shapes = {
+    "lfm2 vl": CheckpointSpec(family="lfm2", conv_kernel=3, tied_embeddings=True, seed=27),
+    "lfm2 vl, three layers of a tower, no norm": CheckpointSpec(
+        family="lfm2",
+        conv_kernel=3,
+        vision_depth=3,
+        vision_heads=4,
+        num_position_embeddings=49,
+        projector_norm=False,
+        seed=28,
+    ),
+}
+
 FAMILIES: dict[str, Shapes] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
@@ -160,6 +173,7 @@ FAMILIES: dict[str, Shapes] = {
     "minicpm_ocr": _MINICPM_OCR,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2_MOE,
+    "lfm2_vl": _LFM2_VL,
 }
 """By model type, as the registry has them."""
 

@@ -23,6 +23,7 @@ from vlm_serve.models.config import Config, mismatch
 from vlm_serve.models.families import (
     lfm2,
     lfm2_moe,
+    lfm2_vl,
     minicpmv,
     qwen3,
     qwen3_5,
@@ -34,7 +35,7 @@ from vlm_serve.models.vision_windows import WindowVisionSpec
 
 TABLES = {
     source: table
-    for family in (qwen3_5, qwen3_vl, qwen3_next, qwen3, minicpmv, lfm2, lfm2_moe)
+    for family in (qwen3_5, qwen3_vl, qwen3_next, qwen3, minicpmv, lfm2, lfm2_moe, lfm2_vl)
     for source, table in family.DEFAULTS.items()
 }
 WHOLE = (
@@ -52,6 +53,7 @@ WHOLE = (
     "MiniCPMOcrConfig",
     "Lfm2Config",
     "Lfm2MoeConfig",
+    "Lfm2VlConfig",
 )
 ROPE = ("rope_theta", "partial_rotary_factor")
 PUBLISHED: dict[str, dict[str, Any]] = {"Qwen3MoeConfig": {"norm_topk_prob": True}}

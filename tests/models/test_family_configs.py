@@ -22,6 +22,7 @@ from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.parts.short_conv import ShortConv
 from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.models.vision_unshuffled import UnshuffledVisionSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
@@ -129,6 +130,35 @@ def test_lfm2_moe() -> None:
     assert found == [Mlp(128, "feed_forward", PARTS), experts, experts, experts]
 
 
+def test_lfm2_vl() -> None:
+    made = config("lfm2_vl")
+    spec = spec_of(made)
+    assert spec.vision == UnshuffledVisionSpec(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=64,
+        heads=2,
+        in_channels=3,
+        patch_size=8,
+        side=8,
+        merge_size=2,
+        out_hidden_size=64,
+        projector_size=64,
+        normed=True,
+    )
+    assert spec.tied_embeddings and spec.family.tile == "<|img_row_{}_col_{}|>"
+    for name, value, complaint in (
+        ("downsample_factor", 4, "downsample_factor 4 is not supported, only 2"),
+        ("projector_bias", False, "projector_bias False is not supported, only True"),
+        ("projector_hidden_act", "relu", "projector_hidden_act 'relu' is not supported"),
+    ):
+        with pytest.raises(CheckpointError, match=complaint):
+            spec_of({**made, name: value})
+    made["vision_config"]["num_patches"] = 63
+    with pytest.raises(CheckpointError, match="num_patches 63 is no square"):
+        spec_of(made)
+
+
 def test_biases_of_attention_are_read() -> None:
     mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixer
     assert mixer == Attention(4, 2, 32, gated=False, bias=True)
@@ -182,7 +212,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rop
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 ALL = tuple(FAMILIES)
 VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3", "qwen3_moe")
-CONVOLUTIONS = ("lfm2", "lfm2_moe")
+CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm2_vl")
 GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN + CONVOLUTIONS)
 SPARSE = ("qwen3_vl_moe", "qwen3_next", "qwen3_moe")
 REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
@@ -319,7 +349,7 @@ def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], compla
         ("qwen2_5_vl_text", "take Qwen3-VL"),
         ("qwen4_exp", "Qwen3.8-Flash-Next has sparse attention"),
         ("nemotron_h", "Nemotron-h has Mamba's recurrence; take Qwen3.5"),
-        ("lfm2_vl", "short convolutions"),
+        ("lfm3_vl", "short convolutions"),
         ("kimi_linear", "KDA"),
         ("kimi_k25", "MLA"),
         ("olmo_hybrid", "negative eigenvalues"),

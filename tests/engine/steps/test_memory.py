@@ -14,7 +14,8 @@ from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.parts.short_conv import ShortConv
 from vlm_serve.options.config import EngineConfig
 
-BFLOAT16 = Types(*[torch.bfloat16] * 3, torch.float32, *[torch.bfloat16] * 2)
+HALF = torch.bfloat16
+BFLOAT16 = Types(HALF, HALF, HALF, torch.float32, HALF, HALF)
 ATTENTION = Attention(heads=32, kv_heads=8, head_dim=64, gated=False)
 GIB = 1 << 30
 

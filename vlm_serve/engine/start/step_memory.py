@@ -121,7 +121,7 @@ def largest_span(checkpoint: Path, model: ModelSpec, step_tokens: int) -> int:
     """
     if model.vision is None:
         return 0
-    if model.family.slice_start is not None:
+    if model.family.slice_start is not None or model.family.tile is not None:
         return step_tokens  # Its pictures are cut into slices of some hundred tokens.
     picture = image_config(checkpoint)
     if picture is None:

@@ -47,7 +47,7 @@ DEFAULTS: Defaults = {
 
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json."""
-    return language_model(config, config, [_dense(config)] * config.size("num_hidden_layers"))
+    return language_model(config, config, dense_layers(config))
 
 
 def language_model(config: Config, text: Config, feed_forwards: Sequence[FeedForward]) -> ModelSpec:
@@ -61,8 +61,13 @@ def language_model(config: Config, text: Config, feed_forwards: Sequence[FeedFor
         input_norm="operator_norm",
         post_norm="ffn_norm",
         last_norm="embedding_norm",
-        tied_embeddings=bool(text.given(_named(text, "tie_embedding", "tie_word_embeddings"))),
+        tied_embeddings=tied_embeddings(text),
     )
+
+
+def tied_embeddings(config: Config) -> bool:
+    """Return whether embeddings are tied."""
+    return bool(config.given(_named(config, "tie_embedding", "tie_word_embeddings")))
 
 
 def _named(text: Config, *names: str) -> str:
@@ -96,11 +101,11 @@ def _mixers(text: Config) -> list[Mixer]:
     return [attention if kind == "full_attention" else conv for kind in kinds]
 
 
-def _dense(text: Config) -> Mlp:
-    """Return a dense feed-forward, whose size transformers' Lfm2MLP adjusts unless told not to."""
+def dense_layers(text: Config) -> list[FeedForward]:
+    """Return dense feed-forwards, whose size transformers' Lfm2MLP adjusts unless told not to."""
     size = text.size(_named(text, "block_ff_dim", "intermediate_size"))
     if text.given("block_auto_adjust_ff_dim"):
         size, multiple = int(2 * size / 3), text.size("block_multiple_of")
         size = int(text.positive("block_ffn_dim_multiplier") * size)
         size = -(-size // multiple) * multiple
-    return Mlp(size, "feed_forward", PARTS)
+    return [Mlp(size, "feed_forward", PARTS)] * text.size("num_hidden_layers")
