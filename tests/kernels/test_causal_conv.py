@@ -145,12 +145,13 @@ def test_bad_arguments_are_named() -> None:
         "x": (x.double(), weight, tails, meta),
         "weight": (x, weight[:7], tails, meta),
         "tails": (x, weight, tails[:, :, :2], meta),
-        "behind.bias": (x, weight, tails, meta, Behind(randn(7))),
         "meta.cu_seqlens": (x, weight, tails, one_sequence(5)),
         "meta.dst_rows": (x, weight, tails, one_sequence(4, dst=2)),
     }.items():
         with pytest.raises(KernelArgumentError, match=name) as error:
             causal_conv_prefill(*arguments)
         assert error.value.argument == name
+    with pytest.raises(KernelArgumentError, match="behind.bias"):
+        causal_conv_prefill(x, weight, tails, meta, Behind(randn(7)))
     with pytest.raises(KernelArgumentError, match="meta.snapshot_rows"):
         causal_conv_decode(x, weight, tails, DecodeMeta(((),), (1,), (0,) * 4, (1,) * 4, ()))

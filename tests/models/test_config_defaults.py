@@ -97,7 +97,7 @@ def test_tables_are_what_transformers_has(source: str) -> None:
         elif name == "head_dim" and not hasattr(made, name):
             import transformers
 
-            small = {"num_hidden_layers": 1, "num_experts": 1, "vocab_size": 8}
+            small: dict[str, Any] = {"num_hidden_layers": 1, "num_experts": 1, "vocab_size": 8}
             small["layer_types"] = ["full_attention"]
             with torch.device("meta"):
                 built = getattr(transformers, source.replace("Config", "Model"))(kind(**small))
