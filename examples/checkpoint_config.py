@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from checkpoint_lfm2 import fields as lfm2_fields
+from checkpoint_lfm2 import vl_fields
 from checkpoint_minicpm import vision_fields
 from checkpoint_spec import CheckpointSpec
 
 
 def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return config.json of the language model; for text-only checkpoints the whole file."""
+    if spec.family == "lfm2":
+        return lfm2_fields(spec)
     alone = spec.family in ("qwen3_next", "qwen3")
     kind = spec.model_type if alone else f"{spec.model_type}_text"
     if spec.sliced:
@@ -96,6 +100,8 @@ def _dense(spec: CheckpointSpec) -> dict[str, Any]:
 
 def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a checkpoint with a vision tower, without the token ids."""
+    if spec.tiled:
+        return vl_fields(spec, text)
     return {
         "architectures": [f"{spec.architecture}ForConditionalGeneration"],
         "model_type": spec.model_type,

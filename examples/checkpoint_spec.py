@@ -16,6 +16,7 @@ FAMILIES = {
     "minicpmv4_6": "MiniCPMV4_6",
     "minicpmv4_7": "MiniCPMV4_7",
     "minicpm_ocr": "MiniCPMOcr",
+    "lfm2": "Lfm2",
 }
 """Families, and what the names of transformers' classes begin with."""
 
@@ -35,6 +36,9 @@ class CheckpointSpec:
     - MiniCPM-V cuts pictures into up to `max_slices` slices of about `slice_resolution` squared
       pixels and takes at most `max_video_frames` of a video. It merges patches after layer
       `window_layer` of its tower and has no experts.
+    - LFM2 has short convolutions of `conv_kernel` taps, with a `conv_bias` or without; every
+      `full_attention_interval`-th layer has attention. With a tower it cuts pictures into tiles of
+      `tile_size` pixels a side, and has a `projector_norm` or none.
     - `quantization` is one of `quantised_weights.FORMATS`; some have a scale per `group_size`.
 
     Raises:
@@ -52,6 +56,7 @@ class CheckpointSpec:
     gdn_key_dim: int = 16
     gdn_value_dim: int = 16
     conv_kernel: int = 4
+    conv_bias: bool = False
     attention_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
@@ -75,6 +80,8 @@ class CheckpointSpec:
     slice_resolution: int = 96
     max_slices: int = 9
     max_video_frames: int = 16
+    tile_size: int = 64
+    projector_norm: bool = True
     image_min_pixels: int = 32 * 32
     image_max_pixels: int = 512 * 512
     video_min_pixels: int = 2 * 32 * 32
@@ -95,6 +102,8 @@ class CheckpointSpec:
     @property
     def model_type(self) -> str:
         """The family's name in transformers."""
+        if self.tiled:
+            return "lfm2_vl"
         moe = self.num_experts and self.family != "qwen3_next"
         return f"{self.family}_moe" if moe else self.family
 
@@ -102,12 +111,12 @@ class CheckpointSpec:
     def architecture(self) -> str:
         """Prefix of the names of transformers' classes."""
         moe = self.model_type.endswith("_moe")
-        return FAMILIES[self.family] + ("Moe" if moe else "")
+        return FAMILIES[self.family] + ("Vl" if self.tiled else "Moe" if moe else "")
 
     @property
     def hybrid(self) -> bool:
         """True if there are Gated DeltaNet layers beside gated attention."""
-        return self.family not in ("qwen3_vl", "qwen3")
+        return self.family not in ("qwen3_vl", "qwen3", "lfm2")
 
     @property
     def sliced(self) -> bool:
@@ -115,10 +124,20 @@ class CheckpointSpec:
         return self.family.startswith("minicpm")
 
     @property
+    def tiled(self) -> bool:
+        """True if large pictures are cut into tiles."""
+        return self.family == "lfm2" and self.vision_depth > 0
+
+    @property
     def deepstack(self) -> list[int]:
         """Vision layers that add features, spread evenly; none in other families."""
         count = self.deepstack_features if self.family == "qwen3_vl" else 0
         return [(index + 1) * self.vision_depth // (count + 1) for index in range(count)]
+
+    def attends(self, index: int) -> bool:
+        """Return True if a layer has attention."""
+        state = self.hybrid or self.family == "lfm2"
+        return not state or (index + 1) % self.full_attention_interval == 0
 
     def has_experts(self, index: int) -> bool:
         """Return True if a layer has experts."""
@@ -134,6 +153,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("qwen3_next has num_experts and no vision_depth")
     if spec.family == "qwen3" and spec.vision_depth:
         raise ValueError("qwen3 has no vision_depth")
+    if spec.tiled and spec.num_experts:
+        raise ValueError("lfm2 has a vision_depth or num_experts")
     if spec.family == "qwen3_vl" and not spec.vision_depth:
         raise ValueError("qwen3_vl has a vision_depth")
     if spec.sliced and (not spec.vision_depth or spec.num_experts):
@@ -172,6 +193,7 @@ SMALL_SPECS = {
     "minicpmv4_6": CheckpointSpec(family="minicpmv4_6"),
     "minicpmv4_7": CheckpointSpec(family="minicpmv4_7"),
     "minicpm_ocr": CheckpointSpec(family="minicpm_ocr", downsample_mode="4x"),
+    "lfm2": CheckpointSpec(family="lfm2", conv_kernel=3, vision_depth=0),
 }
 """What a checkpoint of each family begins as."""
 

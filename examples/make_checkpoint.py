@@ -6,6 +6,7 @@
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
     python examples/make_checkpoint.py /tmp/tiny-qwen3 --family qwen3
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
+    python examples/make_checkpoint.py /tmp/tiny-lfm2 --family lfm2
     python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
 
 The weights are drawn to make outputs sensitive to the input: every layer contributes about as much
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import torch
 from checkpoint_config import full_config, text_config
+from checkpoint_lfm2 import NAMED_TOKENS as TILE_NAMES
+from checkpoint_lfm2 import TILE_TOKENS, write_processor
 from checkpoint_minicpm import NAMED_TOKENS, token_ids, write_processors
 from checkpoint_parts import (
     PLAIN_SPLIT_PATTERN,
@@ -59,8 +62,9 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     path.mkdir(parents=True, exist_ok=True)
     kind, split = _TOKENIZERS.get(spec.family, ("Qwen2Tokenizer", PLAIN_SPLIT_PATTERN))
     texts = sample_text(4 * spec.vocab_size, spec.seed)
-    named = NAMED_TOKENS if spec.sliced else None
-    tokenizer = build_tokenizer(texts, spec.vocab_size, split, (named or {}).values())
+    named = TILE_NAMES if spec.tiled else NAMED_TOKENS if spec.sliced else None
+    more = [*(named or {}).values(), *(TILE_TOKENS if spec.tiled else ())]
+    tokenizer = build_tokenizer(texts, spec.vocab_size, split, more)
     write_tokenizer_files(
         path,
         tokenizer,
@@ -74,6 +78,10 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     if spec.sliced:
         write_processors(path, spec)
         config = full_config(spec, config) | token_ids(spec, tokenizer)
+    elif spec.tiled:
+        write_processor(path, spec)
+        image = {"image_token_id": token_id(tokenizer, "<|image_pad|>")}
+        config = full_config(spec, config) | image
     elif spec.vision_depth:
         write_processor_files(path, _media_shape(spec))
         config = full_config(spec, config) | media_token_ids(tokenizer)
@@ -91,7 +99,8 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
 def _processor(spec: CheckpointSpec) -> str | None:
     if not spec.vision_depth:
         return None
-    return f"{spec.architecture}Processor" if spec.sliced else "Qwen3VLProcessor"
+    own = spec.sliced or spec.tiled
+    return f"{spec.architecture}Processor" if own else "Qwen3VLProcessor"
 
 
 def _media_shape(spec: CheckpointSpec) -> MediaShape:

@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Iterator
 
 import torch
+from checkpoint_lfm2 import layer_entries
+from checkpoint_lfm2 import vision_entries as tiled_entries
 from checkpoint_minicpm import vision_entries
 from checkpoint_spec import CheckpointSpec
 
@@ -23,16 +25,23 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     norm = "centred_norm" if spec.hybrid else "norm"
     for index in range(spec.num_layers):
         layer = f"{prefix}.layers.{index}"
-        if not spec.hybrid or (index + 1) % spec.full_attention_interval == 0:
+        if spec.family == "lfm2":
+            yield from layer_entries(layer, index, spec)
+            continue
+        if spec.attends(index):
             yield from _attention(layer, spec)
         else:
             yield from _gated_delta(layer, spec)
         yield from _experts(layer, spec) if spec.has_experts(index) else _dense(layer, spec)
         yield f"{layer}.input_layernorm.weight", (hidden,), norm
         yield f"{layer}.post_attention_layernorm.weight", (hidden,), norm
-    yield f"{prefix}.norm.weight", (hidden,), norm
+    last = "embedding_norm" if spec.family == "lfm2" else "norm"
+    yield f"{prefix}.{last}.weight", (hidden,), norm
     if spec.vision_depth:
-        yield from vision_entries(spec) if spec.sliced else _vision(spec)
+        if spec.tiled:
+            yield from tiled_entries(spec)
+        else:
+            yield from vision_entries(spec) if spec.sliced else _vision(spec)
     if spec.mtp:
         yield from _predictor(spec)
     if not spec.tied_embeddings:

@@ -23,7 +23,7 @@ from vlm_serve.preprocess.known_prompts import Expansion, KnownPrompt, Names, Pl
 from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.processing import MediaRecord, Slices
-from vlm_serve.preprocess.media.processors import SliceConfig
+from vlm_serve.preprocess.media.processors import SliceConfig, TileConfig
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.text.known_pieces import Encoded
 from vlm_serve.preprocess.text.rendering import PromptPiece, TypedText
@@ -389,6 +389,42 @@ class SliceExpander(Expander):
         return hasher_of(_DOMAIN, content=known, slices=cut).digest()
 
 
+class TileExpander(Expander):
+    """An `Expander` for pictures in tiles, as transformers' `Lfm2VlProcessor`: each tile behind a
+    token that names its place, then the whole picture behind another one.
+
+    Args:
+        tokenizer: the checkpoint's.
+        vision: the checkpoint's tokens.
+        thumbnail: show the whole picture behind its tiles.
+    """
+
+    joins_text = frozenset()
+
+    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens, *, thumbnail: bool) -> None:
+        super().__init__(tokenizer, vision)
+        self._thumbnail = thumbnail
+
+    def positions(
+        self, expansion: Expansion, known: KnownPrompt | None = None
+    ) -> tuple[torch.Tensor, int]:
+        return mrope_positions(len(expansion.token_ids), ())
+
+    def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+        family, slices = self._tokenizer.family, record.slices
+        assert not text and family.tile is not None and family.thumbnail is not None
+        out.token_ids.append(self._vision.vision_start)
+        for place in range(0 if slices is None else slices.count):
+            row, column = divmod(place, slices.columns if slices is not None else 1)
+            out.token_ids += self._tokenizer.encode(family.tile.format(row + 1, column + 1))
+            self._add_span(out, record, item, 1 + place)
+        if slices is not None and self._thumbnail:
+            out.token_ids += self._tokenizer.encode(family.thumbnail)
+        if slices is None or self._thumbnail:
+            self._add_span(out, record, item, 0)
+        out.token_ids.append(self._vision.vision_end)
+
+
 def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> VisionTokens:
     """Return the vision tokens in config.json, by default the family's.
 
@@ -398,6 +434,8 @@ def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> Visio
 
     def find(name: str, token: str) -> int:
         given = config.get(name)
+        if not token:
+            return -1
         token_id = tokenizer.token_to_id(token) if given is None else given
         if not isinstance(token_id, int) or not tokenizer.is_special(token_id):
             raise CheckpointError(f"{name} of the checkpoint is not a special token")
@@ -427,6 +465,9 @@ def find_expander(
     configs = [processor.config for processor in processors if processor is not None]
     if len({config.merge_size for config in configs}) > 1:
         raise CheckpointError("image and video processors disagree on merge_size")
+    if tokenizer.family.tile is not None:
+        tiled = (config for config in configs if isinstance(config, TileConfig))
+        return TileExpander(tokenizer, vision, thumbnail=all(each.thumbnail for each in tiled))
     if tokenizer.family.slice_start is None:
         return Expander(tokenizer, vision)
     numbered = all(config.numbered for config in configs if isinstance(config, SliceConfig))

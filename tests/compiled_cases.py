@@ -27,6 +27,8 @@ SPECS = {
         full_attention_interval=2,
     ),
     # Attention alone, without gates; features behind two layers; every second one dense.
+    "convolutions": FAMILIES["lfm2, tied, biased, four taps"],
+    "sigmoids": FAMILIES["lfm2 moe"],
     "features": replace(FAMILIES["vl moe, every second layer dense"], deepstack_features=2),
 }
 TYPES = {

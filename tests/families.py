@@ -118,6 +118,46 @@ _MINICPM_OCR: Shapes = {
     ),
 }
 
+_LFM2: Shapes = {
+    "lfm2": CheckpointSpec(family="lfm2", conv_kernel=3, vision_depth=0, seed=24),
+    "lfm2, tied, biased, four taps": CheckpointSpec(
+        family="lfm2",
+        attention_heads=2,
+        kv_heads=1,
+        conv_bias=True,
+        full_attention_interval=3,
+        num_layers=5,
+        tied_embeddings=True,
+        vision_depth=0,
+        seed=25,
+    ),
+}
+
+_LFM2_MOE: Shapes = {
+    "lfm2 moe": CheckpointSpec(
+        family="lfm2",
+        conv_kernel=3,
+        num_experts=8,
+        experts_per_token=3,
+        dense_layers=1,
+        vision_depth=0,
+        seed=26,
+    ),
+}
+
+_LFM2_VL: Shapes = {
+    "lfm2 vl": CheckpointSpec(family="lfm2", conv_kernel=3, tied_embeddings=True, seed=27),
+    "lfm2 vl, three layers of a tower, no norm": CheckpointSpec(
+        family="lfm2",
+        conv_kernel=3,
+        vision_depth=3,
+        vision_heads=4,
+        num_position_embeddings=49,
+        projector_norm=False,
+        seed=28,
+    ),
+}
+
 FAMILIES: dict[str, Shapes] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
@@ -131,6 +171,9 @@ FAMILIES: dict[str, Shapes] = {
     "minicpmv4_6": _MINICPMV4_6,
     "minicpmv4_7": _MINICPMV4_7,
     "minicpm_ocr": _MINICPM_OCR,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2_MOE,
+    "lfm2_vl": _LFM2_VL,
 }
 """By model type, as the registry has them."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.kernels.causal_conv.reference import convolve
+from vlm_serve.kernels.causal_conv.reference import SILU, Behind, convolve
 from vlm_serve.kernels.gated_delta.reference import Tokens, steps_of
 from vlm_serve.kernels.kv_quant import pick
 from vlm_serve.kernels.metadata import KVLayer
@@ -34,11 +34,12 @@ def qk_norm_rope_reference(
 
 
 def causal_conv_reference(
-    x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None, behind: Behind = SILU
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence's outputs, and the tails after 0, 1, ... n tokens in x's dtype."""
     tail = None if tail is None else tail.double()
-    out, seen = convolve(x.double(), weight.double(), tail)
+    bias = None if behind.bias is None else behind.bias.double()
+    out, seen = convolve(x.double(), weight.double(), tail, behind._replace(bias=bias))
     tails = [seen[place:][: weight.shape[1] - 1].T for place in range(len(x) + 1)]
     return out, torch.stack(tails).to(x.dtype)
 

@@ -26,14 +26,16 @@ from vlm_serve.engine.steps.step_sizes import StepSize
 from vlm_serve.engine.steps.step_tables import Step
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model
-from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.cache_layout import CacheTensors, Content
 from vlm_serve.models.parts.attention import LoadedAttention
 from vlm_serve.models.parts.feed_forward import LoadedExperts, LoadedMlp
 from vlm_serve.models.parts.gated_delta import LoadedGatedDelta
+from vlm_serve.models.parts.short_conv import LoadedShortConv
 
 Kind = Literal["decode", "drafts", "prefill"]
 PARTS: dict[str, type] = {
     "Gated DeltaNet": LoadedGatedDelta,
+    "short convolution": LoadedShortConv,
     "attention": LoadedAttention,
     "MLP": LoadedMlp,
     "experts": LoadedExperts,
@@ -159,11 +161,12 @@ class _Counting:
 
 def _pools(model: Model, decodes: int) -> CacheTensors:
     layout = model.spec.cache_layout(1, mtp=False)
-    types = {
-        **dict.fromkeys(("kv", "conv", "hidden"), model.dtype),
-        "recurrent": torch.float32,
-        **dict.fromkeys(("update_keys", "update_changes", "update_decays"), torch.float32),
-        "update_inputs": model.dtype,
+    types: dict[Content, torch.dtype] = {
+        "kv": model.dtype,
+        "inputs": model.dtype,
+        "activations": model.dtype,
+        "state": torch.float32,
+        "exact": torch.float32,
     }
     return layout.allocate(8, decodes + 4, BLOCK, types, model.device, num_updates=DRAFTED)
 

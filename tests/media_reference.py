@@ -57,7 +57,7 @@ def inputs(
 ) -> dict[str, Any]:
     """The tensors that transformers gives its model for a conversation."""
     found = processor(path)
-    if hasattr(found, "video_processor"):  # else it is a tokenizer
+    if hasattr(found, "image_processor"):  # else it is a tokenizer
         template_kwargs |= {
             "sanitize_control_tokens": sanitize,
             "processor_kwargs": processor_kwargs or {},

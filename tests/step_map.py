@@ -47,6 +47,13 @@ PARTS = (
         "lower",
     ),
     (
+        "Token mixer: short convolution",
+        "vlm_serve.models.parts.short_conv",
+        "LoadedShortConv",
+        "apply",
+        "lower",
+    ),
+    (
         "Token mixer: attention",
         "vlm_serve.models.parts.attention",
         "LoadedAttention",

@@ -28,13 +28,11 @@ from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
 from vlm_serve.models import load_model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import Content
 
 COMPARE_EVERY = 25
 """Steps between two comparisons of all pools."""
-TYPES = (
-    *("kv", "conv", "recurrent", "hidden"),
-    *("update_keys", "update_changes", "update_decays", "update_inputs"),
-)
+TYPES: tuple[Content, ...] = ("kv", "state", "inputs", "activations", "exact")
 
 
 class CountedGraphs(StepGraphs):

@@ -14,6 +14,7 @@ from vlm_serve.kernels.causal_conv import (
     causal_conv_prefill,
     causal_conv_verify,
 )
+from vlm_serve.kernels.causal_conv.reference import Behind
 from vlm_serve.kernels.elementwise import silu_times, times_sigmoid
 from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
@@ -152,6 +153,8 @@ def _state_ops(shapes: Shapes) -> Iterator[Case]:
     yield "causal_conv", partial(causal_conv_prefill, x, weight, tails, prefill_meta())
     x = half(BATCH, shapes.conv_channels)
     yield "causal_conv", partial(causal_conv_decode, x, weight, tails, decode_meta())
+    short = Behind(half(shapes.conv_channels), silu=False)
+    yield "causal_conv plain", partial(causal_conv_decode, x, weight, tails, decode_meta(), short)
     x, inputs = (
         half(BATCH * DRAFTED, shapes.conv_channels),
         _updates(shapes, BATCH * DRAFTED).inputs,

@@ -1,7 +1,8 @@
-"""Causal depthwise convolution with SiLU over packed sequences, with tails kept in state rows.
+"""Causal depthwise convolution over packed sequences, with tails kept in state rows.
 
-The short convolution of a Gated DeltaNet layer (Yang et al. 2024; transformers' causal_conv1d_fn
-and causal_conv1d_update with activation "silu"). The tail of a sequence is its last K - 1 inputs.
+The short convolution of a Gated DeltaNet layer, followed by SiLU (Yang et al. 2024; transformers'
+causal_conv1d_fn and causal_conv1d_update), and of LFM2's layers, without. The tail of a sequence is
+its last K - 1 inputs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import cast
 import torch
 
 from vlm_serve.kernels.causal_conv import compiled, reference
+from vlm_serve.kernels.causal_conv.reference import SILU, Behind
 from vlm_serve.kernels.checks import (
     FLOAT_DTYPES,
     KernelArgumentError,
@@ -41,12 +43,13 @@ def _verify_by_steps(
     tails: torch.Tensor,
     inputs: torch.Tensor,
     meta: VerifyMeta,
+    behind: Behind,
 ) -> torch.Tensor:
     """Convolve the slices' first tokens, then their second ones, and so on."""
     fold_tails(tails, inputs, meta.folds)
     window, out = tails[list(meta.rows)], torch.empty_like(x)
     for tokens, step in _decode_steps(meta):
-        out[tokens] = causal_conv_decode(x[tokens], weight, window, step)
+        out[tokens] = _decode(x.device, x[tokens], weight, window, step, behind)
     for first, (begin, end) in zip(meta.updates, pairwise(meta.cu_seqlens), strict=True):
         inputs[first : first + end - begin] = x[begin:end]
     return out
@@ -56,9 +59,13 @@ _verify = Op(_verify_by_steps, triton="vlm_serve.kernels.causal_conv.triton:caus
 
 
 def causal_conv_prefill(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    meta: PrefillMeta,
+    behind: Behind = SILU,
 ) -> torch.Tensor:
-    """Compute `y[t] = silu(sum_j weight[:, j] * x[t - K + 1 + j])` within each sequence.
+    """Compute `y[t] = f(bias + sum_j weight[:, j] * x[t - K + 1 + j])` within each sequence.
 
     A sequence's first K - 1 outputs also read the tail in its source row (zeros for row -1). A
     slice shorter than K - 1 combines the old tail with its tokens. New tails go to the destination
@@ -71,6 +78,7 @@ def causal_conv_prefill(
         tails: `[rows, C, K - 1]` in the dtype of x, oldest column first, any row stride; written in
             place.
         meta: the slices.
+        behind: the bias and f, which follow the sum.
 
     Returns:
         `[N, C]` in the dtype of x, contiguous.
@@ -78,19 +86,23 @@ def causal_conv_prefill(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check(x, weight, tails)
+    _check(x, weight, tails, behind)
     check_meta(meta, x.shape[0], tails.shape[0])
-    return _prefill(x.device, x, weight, tails, meta)
+    return _prefill(x.device, x, weight, tails, meta, behind)
 
 
 def causal_conv_decode(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: DecodeMeta
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    meta: DecodeMeta,
+    behind: Behind = SILU,
 ) -> torch.Tensor:
     """Convolve one new token per sequence, as `causal_conv_prefill` would.
 
     Args:
         x: `[B, C]`, one token per sequence.
-        weight, tails: as in `causal_conv_prefill`.
+        weight, tails, behind: as in `causal_conv_prefill`.
         meta: the sequences' rows.
 
     Returns:
@@ -99,9 +111,9 @@ def causal_conv_decode(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check(x, weight, tails)
+    _check(x, weight, tails, behind)
     check_meta(meta, x.shape[0], tails.shape[0])
-    return _decode(x.device, x, weight, tails, meta)
+    return _decode(x.device, x, weight, tails, meta, behind)
 
 
 def causal_conv_verify(
@@ -110,6 +122,7 @@ def causal_conv_verify(
     tails: torch.Tensor,
     inputs: torch.Tensor,
     meta: VerifyMeta,
+    behind: Behind = SILU,
 ) -> torch.Tensor:
     """Convolve drafted tokens, by the arithmetic of `causal_conv_decode`.
 
@@ -117,7 +130,7 @@ def causal_conv_verify(
 
     Args:
         x: `[N, C]`.
-        weight, tails: as in `causal_conv_prefill`.
+        weight, tails, behind: as in `causal_conv_prefill`.
         inputs: `[entries, C]`, inputs of updates; x is written there.
         meta: the slices.
 
@@ -127,9 +140,9 @@ def causal_conv_verify(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check(x, weight, tails)
+    _check(x, weight, tails, behind)
     check_meta(meta, x.shape[0], tails.shape[0], inputs.shape[0])
-    return _verify(x.device, x, weight, tails, inputs, meta)
+    return _verify(x.device, x, weight, tails, inputs, meta, behind)
 
 
 def fold_tails(
@@ -162,10 +175,12 @@ def _decode_steps(meta: VerifyMeta) -> list[tuple[list[int], DecodeMeta]]:
     return cast("list[tuple[list[int], DecodeMeta]]", meta.plans["decode steps"])
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, behind: Behind) -> None:
     check_tensor("x", x, (None, None), FLOAT_DTYPES, x.device)
     check_tensor("weight", weight, (x.shape[1], None), (x.dtype,), x.device)
     if weight.shape[1] < 2:
         raise KernelArgumentError("weight", "expected a kernel of at least 2 taps")
     shape = (None, x.shape[1], weight.shape[1] - 1)
     check_tensor("tails", tails, shape, (x.dtype,), x.device)
+    if behind.bias is not None:
+        check_tensor("behind.bias", behind.bias, (x.shape[1],), (x.dtype,), x.device)

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from vlm_serve.kernels.causal_conv.reference import Behind
 from vlm_serve.kernels.derived import derived
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.native_layout import constant, struct
@@ -18,12 +19,17 @@ _Convolution = struct("Convolution")
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    meta: PrefillMeta | DecodeMeta,
+    behind: Behind,
 ) -> torch.Tensor | None:
     """Convolve prefill and decode alike: a decode token is a slice of one."""
     if x.dtype not in DTYPES or x.shape[1] % LANES or weight.shape[1] > MAX_TAPS:
         return None
     taps = derived(weight, "taps in rows", lambda w: w.float().T.contiguous())
+    bias = None if behind.bias is None else derived(behind.bias, "float32", torch.Tensor.float)
     out = torch.empty(x.shape, dtype=x.dtype)
     job = _Convolution(
         packed=packed(meta),
@@ -33,6 +39,8 @@ def causal_conv(
         tail_row_stride=tails.stride(0),
         x=x.data_ptr(),
         taps=taps.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        silu=behind.silu,
         tails=tails.data_ptr(),
         out=out.data_ptr(),
     )

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vlm_serve.kernels.causal_conv.reference import SILU, Behind
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.triton_support import launch, power_of_two, verify_tables
@@ -37,39 +38,58 @@ class Tails(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """What the kernels of a convolution read and write."""
+    """What the kernels of a convolution read and write; without a bias, its place is never read."""
 
     x: Rows
     weight: Rows
+    bias: torch.Tensor
     tails: Tails
     out: torch.Tensor
 
 
 class ConvSizes(NamedTuple):
-    """Constants: channels and taps, the columns of a window, and the channels of a program."""
+    """Constants: channels and taps, the columns of a window, the channels of a program, and what
+    follows the sum."""
 
     channels: int
     taps: int
     block: int
     tile: int
+    biased: int
+    silu: int
 
 
 def arguments_of(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    out: torch.Tensor,
+    behind: Behind = SILU,
 ) -> Convolution:
     """Return what the kernels read and write as one argument."""
-    return Convolution(rows(x), rows(weight), Tails(tails, tails.stride(0), tails.stride(1)), out)
+    pool = Tails(tails, tails.stride(0), tails.stride(1))
+    return Convolution(
+        rows(x), rows(weight), weight if behind.bias is None else behind.bias, pool, out
+    )
 
 
-def sizes_of(weight: torch.Tensor, tile: int = TAIL_TILE, kept: bool = False) -> ConvSizes:
+def sizes_of(
+    weight: torch.Tensor, tile: int = TAIL_TILE, kept: bool = False, behind: Behind = SILU
+) -> ConvSizes:
     """Return the constants; a window of all taps, or `kept`: of the tail's columns."""
     channels, taps = weight.shape
-    return constants(ConvSizes, channels, taps, power_of_two(taps - kept), tile)
+    what = int(behind.bias is not None), int(behind.silu)
+    return constants(ConvSizes, channels, taps, power_of_two(taps - kept), tile, *what)
 
 
 @triton.jit
-def _silu(x):
-    return x * tl.sigmoid(x)
+def _behind(total, bias, channels, SIZES: tl.constexpr):
+    """Apply what follows the sums `[..., channels]` of some channels."""
+    if SIZES.biased:
+        total += tl.load(bias + channels, mask=channels < SIZES.channels, other=0.0).to(tl.float32)
+    if SIZES.silu:
+        total *= tl.sigmoid(total)
+    return total
 
 
 @triton.jit
@@ -109,7 +129,8 @@ def _prefill_kernel(conv, slices, SIZES: tl.constexpr):
             factor = tl.load(weights, mask=channels < SIZES.channels, other=0.0)
             total += seen * factor.to(tl.float32)[None, :]
         places = tokens.to(tl.int64)[:, None] * SIZES.channels + channels[None, :]
-        tl.store(conv.out + places, _silu(total).to(conv.out.dtype.element_ty), mask=inside)
+        total = _behind(total, conv.bias, channels, SIZES)
+        tl.store(conv.out + places, total.to(conv.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -144,14 +165,20 @@ def _tail_kernel(conv, slices, SIZES: tl.constexpr):
 
 
 def causal_conv_prefill(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    meta: PrefillMeta,
+    behind: Behind,
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tables, channels = slices(meta, x.device), len(weight)
-    shared = {"conv": arguments_of(x, weight, tails, out), "slices": tables}
+    shared = {"conv": arguments_of(x, weight, tails, out, behind), "slices": tables}
     tiles = MAX_CHUNK // TOKEN_TILE
     grid = (tables.chunk_sequence.shape[0] * tiles, triton.cdiv(channels, CHANNEL_TILE))
-    launch(_prefill_kernel, grid, {**shared, "SIZES": sizes_of(weight, CHANNEL_TILE)})
+    launch(
+        _prefill_kernel, grid, {**shared, "SIZES": sizes_of(weight, CHANNEL_TILE, behind=behind)}
+    )
     grid = (len(meta), triton.cdiv(channels, TAIL_TILE))
     launch(_tail_kernel, grid, {**shared, "SIZES": sizes_of(weight, kept=True)})
     return out
@@ -181,7 +208,8 @@ def convolve_token(sequence, tile, conv, moves, SIZES: tl.constexpr):
     factor = tl.load(conv.weight.at + places, mask=tapped, other=0.0)
     total = tl.sum(window.to(tl.float32) * factor.to(tl.float32), axis=1)
     places = sequence.to(tl.int64) * SIZES.channels + channels
-    tl.store(conv.out + places, _silu(total).to(conv.out.dtype.element_ty), mask=inside)
+    total = _behind(total, conv.bias, channels, SIZES)
+    tl.store(conv.out + places, total.to(conv.out.dtype.element_ty), mask=inside)
     # Shift by one column. The row may be the source: all threads must read before any writes.
     tl.debug_barrier()
     shifted = tapped & (columns > 0)[None, :]
@@ -196,14 +224,18 @@ def _decode_kernel(conv, moves, SIZES: tl.constexpr):
 
 
 def causal_conv_decode(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: DecodeMeta
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    meta: DecodeMeta,
+    behind: Behind,
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (x.shape[0], triton.cdiv(x.shape[1], TAIL_TILE))
     arguments = {
-        "conv": arguments_of(x, weight, tails, out),
+        "conv": arguments_of(x, weight, tails, out, behind),
         "moves": moves(meta, x.device),
-        "SIZES": sizes_of(weight),
+        "SIZES": sizes_of(weight, behind=behind),
     }
     launch(_decode_kernel, grid, arguments, num_warps=2)
     return out
@@ -247,7 +279,7 @@ def _verify_kernel(conv, inputs, slices, SIZES: tl.constexpr):
         fresh = tl.load(tokens, mask=tapped & (at >= 0)[None, :], other=0.0)
         window = tl.where((at < 0)[None, :], old, fresh)
         total = tl.sum(window.to(tl.float32) * factor, axis=1)
-        result = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
+        result = _behind(total, conv.bias, channels, SIZES).to(out.dtype.element_ty)
         tl.store(out + token * SIZES.channels + channels, result, mask=inside)
         newest = tl.load(x.at + token * x.stride + channels, mask=inside, other=0.0)
         tl.store(inputs.at + (first + place) * inputs.stride + channels, newest, mask=inside)
@@ -259,13 +291,14 @@ def causal_conv_verify(
     tails: torch.Tensor,
     inputs: torch.Tensor,
     meta: VerifyMeta,
+    behind: Behind,
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     arguments = {
-        "conv": arguments_of(x, weight, tails, out),
+        "conv": arguments_of(x, weight, tails, out, behind),
         "inputs": rows(inputs),
         "slices": verify_tables(meta, x.device)["slices"],
-        "SIZES": sizes_of(weight),
+        "SIZES": sizes_of(weight, behind=behind),
     }
     grid = (len(meta), triton.cdiv(len(weight), TAIL_TILE))
     launch(_verify_kernel, grid, arguments, num_warps=2)

@@ -1,6 +1,7 @@
-"""Mixture of experts: softmax top-k router and routed expert MLPs.
+"""Mixture of experts: top-k router and routed expert MLPs.
 
-As in Qwen3.5-MoE (transformers' Qwen3_5MoeTopKRouter and Qwen3_5MoeExperts). The shared expert is
+As in Qwen3.5-MoE (transformers' Qwen3_5MoeTopKRouter and Qwen3_5MoeExperts), and with sigmoids as
+in LFM2-MoE (Lfm2MoeTopKRouter). The shared expert is
 an ordinary MLP and belongs to the model.
 """
 
@@ -16,24 +17,29 @@ from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import reference
-from vlm_serve.kernels.moe.reference import Addends
+from vlm_serve.kernels.moe.reference import Addends, Sigmoids
 
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(reference.route, triton=f"{_TRITON}:route")
 _experts = Op(reference.routed_experts, triton=f"{_TRITON}:routed_experts")
 
 
-def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, top_k: int, sigmoids: Sigmoids | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the top_k experts of each token and their weights, which sum to 1.
 
-    Softmax in float32 over all experts, then top-k, then renormalisation.
+    Softmax in float32 over all experts, then top-k, then renormalisation; or sigmoids instead of
+    the softmax.
 
     Args:
         logits: `[T, E]`, float32, bfloat16 or float16.
         top_k: experts per token, 1..E.
+        sigmoids: how experts are chosen by sigmoids; None: by the softmax.
 
     Returns:
-        (weights `[T, top_k]` in the dtype of logits, descending; ids int64 `[T, top_k]`).
+        (weights `[T, top_k]` in the dtype of logits, in the descending order of the choice; ids
+        int64 `[T, top_k]`).
 
     Raises:
         KernelArgumentError: naming the argument at fault.
@@ -41,7 +47,10 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     check_tensor("logits", logits, (None, None), FLOAT_DTYPES, logits.device)
     if not 1 <= top_k <= logits.shape[1]:
         raise KernelArgumentError("top_k", f"{top_k}, expected 1..{logits.shape[1]}")
-    return _route(logits.device, logits, top_k)
+    if sigmoids is not None and sigmoids.bias is not None:
+        bias = sigmoids.bias
+        check_tensor("bias", bias, (logits.shape[1],), (torch.float32,), logits.device)
+    return _route(logits.device, logits, top_k, sigmoids)
 
 
 def routed_experts(

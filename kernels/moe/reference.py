@@ -36,7 +36,28 @@ class Addends(NamedTuple):
     gate: torch.Tensor | None = None
 
 
-def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+class Sigmoids(NamedTuple):
+    """A choice by sigmoids.
+
+    Attributes:
+        bias: float32 `[E]`, added to the sigmoids for the choice alone; None: nothing is.
+        scale: the sum of a token's weights, but for the 1e-6 that is added to their divisor.
+    """
+
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+
+
+def route(
+    logits: torch.Tensor, top_k: int, sigmoids: Sigmoids | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if sigmoids is not None:
+        shares = torch.sigmoid(logits.float())
+        ranked = shares if sigmoids.bias is None else shares + sigmoids.bias
+        ids = ranked.topk(top_k, dim=-1).indices
+        chosen = shares.gather(1, ids)
+        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-6) * sigmoids.scale
+        return weights.to(logits.dtype), ids
     weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), ids

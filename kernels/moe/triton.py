@@ -21,7 +21,7 @@ from vlm_serve.kernels.linear.low_rank_factors import ExpertSites
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.align_triton import align, store_gated, store_weighted, tile_pairs
 from vlm_serve.kernels.moe.pair_changes_triton import pair_changes, with_part
-from vlm_serve.kernels.moe.reference import Addends
+from vlm_serve.kernels.moe.reference import Addends, Sigmoids
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 from vlm_serve.kernels.triton_views import constants, dots
 from vlm_serve.kernels.triton_views import rows as rows_of
@@ -207,15 +207,18 @@ def down_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
     logits,
+    bias,
     weights,
     ids,
     tokens,
     stride,
+    scale,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
+    SIGMOIDS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, BLOCK)
@@ -224,6 +227,11 @@ def _route_kernel(
     left = tl.load(logits + places, mask=inside, other=float("-inf")).to(tl.float32)
     # Rows past the end stay finite; they are not stored.
     left = tl.where((row < tokens)[:, None], left, 0.0)
+    if SIGMOIDS:
+        own = tl.sigmoid(left)
+        left = own
+        if bias is not None:
+            left += tl.load(bias + experts, mask=experts < EXPERTS, other=0.0)[None, :]
     left = tl.where((experts < EXPERTS)[None, :], left, float("-inf"))
     largest = tl.max(left, axis=1)
     ranks = tl.arange(0, BLOCK_K)
@@ -237,16 +245,23 @@ def _route_kernel(
         expert = tl.minimum(tl.min(first, axis=1), EXPERTS - 1)
         here = (ranks == rank)[None, :]
         chosen = tl.where(here, expert[:, None], chosen)
-        shares = tl.where(here, tl.exp(value - largest)[:, None], shares)
+        if SIGMOIDS:
+            share = tl.sum(tl.where(experts[None, :] == expert[:, None], own, 0.0), axis=1)
+        else:
+            share = tl.exp(value - largest)
+        shares = tl.where(here, share[:, None], shares)
         left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
-    shares = shares / tl.sum(shares, axis=1)[:, None]
+    total = tl.sum(shares, axis=1)[:, None]
+    shares = shares / (total + 1e-6) * scale if SIGMOIDS else shares / total
     stored = (row < tokens)[:, None] & (ranks < TOP_K)[None, :]
     places = row.to(tl.int64)[:, None] * TOP_K + ranks[None, :]
     tl.store(weights + places, shares.to(weights.dtype.element_ty), mask=stored)
     tl.store(ids + places, chosen.to(tl.int64), mask=stored)
 
 
-def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, top_k: int, sigmoids: Sigmoids | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, experts = logits.shape
     weights = torch.empty(tokens, top_k, dtype=logits.dtype, device=logits.device)
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -254,15 +269,18 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     rows = max(1, 2048 // block)
     arguments = {
         "logits": logits,
+        "bias": None if sigmoids is None else sigmoids.bias,
         "weights": weights,
         "ids": ids,
         "tokens": tokens,
         "stride": logits.stride(0),
+        "scale": 1.0 if sigmoids is None else sigmoids.scale,
         "EXPERTS": experts,
         "BLOCK": block,
         "TOP_K": top_k,
         "BLOCK_K": power_of_two(top_k),
         "ROWS": rows,
+        "SIGMOIDS": sigmoids is not None,
     }
     launch(_route_kernel, (triton.cdiv(tokens, rows),), arguments)
     return weights, ids

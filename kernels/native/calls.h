@@ -35,6 +35,8 @@ struct Convolution {
     int64_t channels, kernel, x_stride, tail_row_stride;
     const void* x;      // [N, channels]
     const float* taps;  // [kernel, channels]
+    const float* bias;  // [channels], or null
+    int64_t silu;       // whether SiLU follows
     void* tails;        // [rows, channels, kernel - 1]
     void* out;          // [N, channels], contiguous
 };

@@ -236,7 +236,8 @@ void convolutions(Digest& digest) {
                              x = draw.many<float>(TOKENS * LANES, 1.0f);
     Vec window[HISTORY] = {draw.lanes(1.0f), draw.lanes(1.0f), draw.lanes(1.0f)};
     std::vector<float> y(TOKENS * LANES);
-    convolve(x.data(), LANES, TOKENS, taps.data(), LANES, HISTORY, window, y.data(), LANES);
+    convolve(x.data(), LANES, TOKENS, taps.data(), nullptr, LANES, HISTORY, window, y.data(),
+             LANES);
     digest.add(y.data(), TOKENS * LANES);
 }
 

@@ -113,11 +113,10 @@ class RootFields:
     Attributes:
         weights_fingerprint: BLAKE3 over the content of the weights; never over names or shapes.
         weight_dtype, compute_dtype: types of weights and of activations, such as "float32".
-        kv_dtype, state_dtype, conv_dtype: types of keys and values, recurrent matrices and
-            convolution tails in the cache.
+        memory: names and types of what layers keep, such as "conv float32, kv float32".
         vision_dtype: type of the vision tower.
         block_size: tokens per block.
-        chunk_size: tokens per gated-delta chunk.
+        chunk_size: tokens per chunk of a prefill.
         processor_fingerprint: names the media processors and their configs; `Preprocessor` fills it
             in.
         adapter: digest of an adapter of the weights, never its name; "" for none.
@@ -128,9 +127,7 @@ class RootFields:
     weights_fingerprint: bytes
     weight_dtype: str
     compute_dtype: str
-    kv_dtype: str
-    state_dtype: str
-    conv_dtype: str
+    memory: str
     vision_dtype: str
     block_size: int
     chunk_size: int

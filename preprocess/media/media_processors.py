@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlm_serve.errors import CheckpointError
 from vlm_serve.preprocess.media.part_options import (
     image_options,
     slice_image_options,
     slice_video_options,
+    tile_image_options,
     video_options,
 )
 from vlm_serve.preprocess.media.processing import Processed, process_image, process_video
@@ -22,6 +24,7 @@ from vlm_serve.preprocess.media.processors import (
     image_config,
     slice_image_config,
     slice_video_config,
+    tile_image_config,
     video_config,
 )
 from vlm_serve.preprocess.reading.conversation import MediaPart
@@ -69,7 +72,16 @@ def find_processors(
     videos: PictureConfig | None
     read_image: Callable[[MediaPart, Any], Any]
     read_video: Callable[[MediaPart, Any], Any]
-    if family.slice_start is None:
+    if family.tile is not None:
+        images, videos = tile_image_config(directory), None
+        read_image, read_video = tile_image_options, slice_video_options
+        factor = config.get("downsample_factor", 2)
+        if images is not None and images.downsample != factor:
+            raise CheckpointError(
+                f"downsample_factor of the processor config is {images.downsample}, but in "
+                f"config.json it is {factor!r}"
+            )
+    elif family.slice_start is None:
         images, videos = image_config(directory), video_config(directory)
         read_image, read_video = image_options, video_options
     else:

@@ -154,6 +154,13 @@ def slice_image_options(part: MediaPart, config: SliceConfig) -> SliceOptions:
     return SliceOptions(1 if low else _max_slices(part, config), _merge_size(part, config))
 
 
+def tile_image_options(part: MediaPart, config: SliceConfig) -> SliceOptions:
+    """Read an image's options. Raises InvalidRequestError, naming the option at fault."""
+    _check_known(part, ("detail", "max_slice_nums"))
+    low = _detail_of(part) == "low"
+    return SliceOptions(1 if low else _max_slices(part, config), config.downsample)
+
+
 def slice_video_options(part: MediaPart, config: SliceVideoConfig) -> SliceVideoOptions:
     """Read a video's options. Raises InvalidRequestError, naming the option at fault."""
     _check_known(part, _SLICED_VIDEO_OPTIONS)

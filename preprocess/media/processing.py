@@ -9,7 +9,7 @@ A hash names the pixels that the model sees (docs/architecture.md#identity).
 Sizes of resized pictures, and the frames sampled from a video, follow transformers'
 `Qwen2VLImageProcessor.resize` / `smart_resize` and `Qwen3VLVideoProcessor.resize` /
 `sample_frames`, number for number; with slices, `MiniCPMV4_6ImageProcessor` and
-`MiniCPMV4_6VideoProcessor`.
+`MiniCPMV4_6VideoProcessor`, or `Lfm2VlImageProcessor`, whose slices are called tiles.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from vlm_serve.preprocess.media.processors import (
     PictureConfig,
     PixelConfig,
     SliceConfig,
+    TileConfig,
     VideoConfig,
     resize,
 )
@@ -352,7 +353,8 @@ def _lay_out(
     height, width = size
     if isinstance(options, SliceOptions):
         assert isinstance(config, SliceConfig)
-        return _lay_out_slices(modality, height, width, options, config)
+        lay_out = _lay_out_tiles if isinstance(config, TileConfig) else _lay_out_slices
+        return lay_out(modality, height, width, options, config)
     assert isinstance(config, PixelConfig)
     if isinstance(options, ImageOptions):
         low, high = options.min_pixels, options.max_pixels
@@ -375,6 +377,46 @@ def _lay_out_slices(
     if cut is not None:
         slice_shape = slice_size(height, width, cut, side=config.side, factor=factor)
     return PictureLayout(modality, size, options.merge_size, config, cut, slice_shape)
+
+
+def _lay_out_tiles(
+    modality: Modality, height: int, width: int, options: SliceOptions, config: SliceConfig
+) -> PictureLayout:
+    assert isinstance(config, TileConfig)
+    bounds = config.bounds(options.merge_size)
+    size, cut, factor = image_size(height, width, **bounds), None, bounds["factor"]
+    least = config.patch_size
+    area = max(least, round(height / factor) * factor) * max(least, round(width / factor) * factor)
+    if options.max_slices >= config.min_slices and area > bounds["max_pixels"] * config.tolerance:
+        cut = tile_grid(height, width, config.min_slices, options.max_slices, side=config.side)
+    tile = config.side, config.side
+    return PictureLayout(modality, size, options.merge_size, config, cut, tile if cut else (0, 0))
+
+
+def tile_grid(height: int, width: int, least: int, most: int, *, side: int) -> tuple[int, int]:
+    """Return (rows, columns) of the tiles of a picture: those whose shape is closest to its own. Of
+    two such cuts that come one after the other, with fewer tiles first, the later one counts if the
+    picture has more than half of its pixels.
+
+    Args:
+        least, most: number of tiles.
+        side: of a tile, in pixels.
+    """
+    # In transformers' order, which decides between cuts of equally many tiles.
+    shapes = {
+        (columns, rows)
+        for count in range(least, most + 1)
+        for columns in range(1, count + 1)
+        for rows in range(1, count + 1)
+        if least <= columns * rows <= most
+    }
+    best, distance = (1, 1), math.inf
+    for columns, rows in sorted(shapes, key=math.prod):
+        found = abs(width / height - columns / rows)
+        large = height * width > 0.5 * side * side * columns * rows
+        if found < distance or (found == distance and large):
+            best, distance = (rows, columns), found
+    return best
 
 
 def _frame_size(

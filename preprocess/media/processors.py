@@ -308,6 +308,65 @@ class SliceVideoConfig(SliceConfig):
     do_sample_frames: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig(SliceConfig):
+    """Settings for large pictures cut into tiles, with the whole picture small behind them. Tiles
+    are the slices: squares of `side` pixels, `max_slices` at most.
+
+    Attributes:
+        min_slices: least number of tiles.
+        min_tokens, max_tokens: of a picture that is seen whole.
+        tolerance: a picture of so many times the most tokens is cut.
+        thumbnail: show the whole picture behind its tiles.
+    """
+
+    min_slices: int
+    min_tokens: int
+    max_tokens: int
+    tolerance: float
+    thumbnail: bool
+
+    def bounds(self, merge_size: int) -> dict[str, int]:
+        """Return the arguments of `image_size` for a picture that is seen whole."""
+        factor = self.patch_size * merge_size
+        low, high = self.min_tokens * factor**2, self.max_tokens * factor**2
+        return {"factor": factor, "min_pixels": low, "max_pixels": high}
+
+
+def tile_image_config(directory: Path | str) -> TileConfig | None:
+    """Return the config of the image processor, None if the checkpoint has none. Defaults are those
+    of transformers' `Lfm2VlImageProcessor`.
+
+    Raises CheckpointError for settings that are not supported.
+    """
+    raw = _image_fields(directory)
+    if not raw:
+        return None
+    marked = read_json(Path(directory) / "processor_config.json").get("use_image_special_tokens")
+    if marked is False:
+        raise _unsupported("use_image_special_tokens", False, True)
+    named = {"patch_size": _size_field(raw, "encoder_patch_size", 16), "do_resize": True}
+    shared = _shared_fields(
+        {"resample": _BILINEAR, **raw, **named}, patch_size=16, mean=_HALF, std=_HALF
+    )
+    least = _size_field(raw, "min_tiles", 2)
+    if least < 2:
+        raise _unsupported("min_tiles", least, 2)
+    most = _size_field(raw, "max_tiles", 10) if raw.get("do_image_splitting", True) else 1
+    return TileConfig(
+        **shared | {"temporal_patch_size": 1, "merge_size": 1},
+        max_slices=most,
+        side=_size_field(raw, "tile_size", 512),
+        downsample=_size_field(raw, "downsample_factor", 2),
+        numbered=False,
+        min_slices=least,
+        min_tokens=_size_field(raw, "min_image_tokens", 64),
+        max_tokens=_size_field(raw, "max_image_tokens", 256),
+        tolerance=float(raw.get("max_pixels_tolerance", 2.0)),
+        thumbnail=bool(raw.get("use_thumbnail", True)),
+    )
+
+
 def slice_image_config(directory: Path | str, mode: str = "16x") -> SliceConfig | None:
     """Return the config of the image processor, None if the checkpoint has none.
 

@@ -19,13 +19,16 @@ class Family:
         split: the regular expression with which transformers splits texts of this family into
             words, whatever tokenizer.json says; None: use the file's.
         end_of_turn: the token after every message.
-        image_pad, video_pad: the placeholder tokens, where the config names none.
+        image_pad, video_pad: the placeholder tokens, where the config names none; "": such media
+            are not taken.
         vision_start, vision_end: the tokens around them, likewise.
         timestamp: the text before a video's temporal patch, formatted with its seconds.
         slice_start, slice_end: the tokens around a slice's placeholders; None for families without
             slices.
         id_start, id_end: the tokens around a picture's number, likewise.
         numbered: the media with such numbers before them.
+        tile, thumbnail: the tokens before a tile of a picture, formatted with its row and column,
+            and before the whole picture behind them; None for families without tiles.
         downsample: `downsample_mode` of pictures in slices where files name none.
         positions: "mrope": a span is a grid of its own; "count": all tokens count up one by one,
             media too; "canvas": a picture's slices lie side by side, under the whole picture.
@@ -43,6 +46,8 @@ class Family:
     id_start: str | None = None
     id_end: str | None = None
     numbered: tuple[str, ...] = ()
+    tile: str | None = None
+    thumbnail: str | None = None
     downsample: str = "16x"
     positions: Literal["mrope", "count", "canvas"] = "mrope"
 
@@ -83,6 +88,16 @@ MINICPMV4_6 = Family(
 )
 MINICPMV4_7 = replace(MINICPMV4_6, numbered=("image",), positions="canvas")
 
+LFM2_VL = Family(
+    image_pad="<image>",
+    video_pad="",
+    vision_start="<|image_start|>",
+    vision_end="<|image_end|>",
+    tile="<|img_row_{}_col_{}|>",
+    thumbnail="<|img_thumbnail|>",
+    positions="count",
+)
+
 _FAMILIES = {
     "qwen3_5": QWEN3_5,
     "qwen3_vl": QWEN2,
@@ -90,6 +105,7 @@ _FAMILIES = {
     "qwen3": QWEN2,
     "minicpmv4_6": MINICPMV4_6,
     "minicpmv4_7": MINICPMV4_7,
+    "lfm2_vl": LFM2_VL,
     "minicpm_ocr": replace(MINICPMV4_6, downsample="4x"),
 }
 """By prefix of the model type."""

@@ -22,6 +22,8 @@ SPECS = {
     "vl moe": FAMILIES["vl moe, every second layer dense"],
     "next": FAMILIES["next, three value heads, dense layers"],
     "qwen3": FAMILIES["qwen3"],
+    "lfm2": FAMILIES["lfm2"],
+    "lfm2 moe": FAMILIES["lfm2 moe"],
     "qwen3 moe": FAMILIES["qwen3 moe, every second layer dense"],
 }
 

@@ -11,6 +11,7 @@ from kernel_oracles import causal_conv_reference
 from triton_case import assert_near, prefill_case
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.causal_conv.reference import Behind
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
@@ -57,13 +58,15 @@ def test_random_batches_equal_the_reference(seed: int) -> None:
     for row in {row for row in meta.src_rows if row >= 0}:
         tails[row] = randn(channels, width - 1, dtype=dtype, seed=row)
     before = tails.clone()
-    out = causal_conv_prefill(x, weight, tails, meta)
+    bias = randn(channels, dtype=dtype, seed=7) if seed % 3 else None
+    behind = Behind(bias, silu=seed % 2 == 0)
+    out = causal_conv_prefill(x, weight, tails, meta, behind)
     assert out.dtype == dtype and out.is_contiguous()
     written = set(meta.dst_rows)
     for i, src in enumerate(meta.src_rows):
         begin, end = meta.cu_seqlens[i : i + 2]
         expected, history = causal_conv_reference(
-            x[begin:end], weight, None if src < 0 else before[src]
+            x[begin:end], weight, None if src < 0 else before[src], behind
         )
         assert_near(out[begin:end], expected, TOLERANCE[dtype])
         assert torch.equal(tails[meta.dst_rows[i]], history[-1])
@@ -72,6 +75,18 @@ def test_random_batches_equal_the_reference(seed: int) -> None:
             written.add(row)
     untouched = [row for row in range(rows) if row not in written]
     assert same(tails[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_without_silu_and_with_a_bias_it_equals_transformers(dtype: torch.dtype) -> None:
+    x, weight, bias = (randn(*shape, dtype=dtype) for shape in ((50, 48), (48, 3), (48,)))
+    tails = poisoned_layer(1, 48, 2, dtype=dtype)
+    behind = Behind(bias, silu=False)
+    out = causal_conv_prefill(x[:49], weight, tails, one_sequence(49), behind)
+    meta = DecodeMeta(((),), (1,), (0,), (0,), (-1,))
+    step = causal_conv_decode(x[49:], weight, tails, meta, behind)
+    expected = modeling().causal_conv1d_fn(x.T[None], weight, bias)[0].T
+    assert_near(torch.cat([out, step]), expected, 4 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -136,5 +151,7 @@ def test_bad_arguments_are_named() -> None:
         with pytest.raises(KernelArgumentError, match=name) as error:
             causal_conv_prefill(*arguments)
         assert error.value.argument == name
+    with pytest.raises(KernelArgumentError, match="behind.bias"):
+        causal_conv_prefill(x, weight, tails, meta, Behind(randn(7)))
     with pytest.raises(KernelArgumentError, match="meta.snapshot_rows"):
         causal_conv_decode(x, weight, tails, DecodeMeta(((),), (1,), (0,) * 4, (1,) * 4, ()))

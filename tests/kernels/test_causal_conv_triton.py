@@ -17,6 +17,7 @@ from vlm_serve.kernels.causal_conv import (
     causal_conv_prefill,
     causal_conv_verify,
 )
+from vlm_serve.kernels.causal_conv.reference import SILU, Behind
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -33,17 +34,21 @@ def tail_pool(
 
 
 def check_prefill(
-    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    meta: PrefillMeta,
+    behind: Behind = SILU,
 ) -> None:
     before = tails.clone()
     with kernels():
-        out = causal_conv_prefill(x, weight, tails, meta)
+        out = causal_conv_prefill(x, weight, tails, meta, behind)
     changed = set(meta.dst_rows)
     for i in range(len(meta)):
         begin, end = meta.cu_seqlens[i], meta.cu_seqlens[i + 1]
         src = meta.src_rows[i]
         expected, after = causal_conv_reference(
-            x[begin:end], weight, None if src < 0 else before[src]
+            x[begin:end], weight, None if src < 0 else before[src], behind
         )
         assert_near(out[begin:end], expected, TOLERANCE[x.dtype])
         assert torch.equal(tails[meta.dst_rows[i]], after[-1])
@@ -131,3 +136,25 @@ def test_drafted_tokens(dtype: torch.dtype, taps: int) -> None:
     (expected, *pools), (out, *others) = found
     assert_near(out, expected, TOLERANCE[dtype])
     assert all(map(torch.equal, pools, others))
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, [torch.bfloat16], pytest.mark.interpreter))
+def test_a_bias_and_nothing_behind_it(dtype: torch.dtype) -> None:
+    """In all three kernels: a prefill, a token behind it, and the same token as a draft."""
+    channels, taps, length = 40, 3, 21
+    x, weight = randn(length + 1, channels, dtype=dtype), randn(channels, taps, dtype=dtype)
+    behind = Behind(randn(channels, dtype=dtype, seed=5), silu=False)
+    tails = tail_pool(3, set(), channels, taps - 1, dtype)
+    meta = PrefillMeta((0, length), (0,), ((),), (-1,), (0,), ((16, length),))
+    check_prefill(x[:length], weight, tails, meta, behind)
+    tail, inputs = tails[0].clone(), poison(1, channels, dtype=dtype)
+    drafts = VerifyMeta((0, 1), (length,), ((),), (0,), (0,), (0,))
+    step = DecodeMeta(((),), (length + 1,), (0,), (1,), (-1,))
+    expected, after = causal_conv_reference(x[length:], weight, tail, behind)
+    with kernels():
+        verified = causal_conv_verify(x[length:], weight, tails, inputs, drafts, behind)
+        decoded = causal_conv_decode(x[length:], weight, tails, step, behind)
+    for out in (verified, decoded):
+        assert_near(out, expected, TOLERANCE[dtype])
+    assert torch.equal(tails[0], tail) and torch.equal(inputs, x[length:])
+    assert torch.equal(tails[1], after[-1])

@@ -14,6 +14,7 @@ from triton_case import assert_near
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.kernels.moe.reference import Sigmoids
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -42,6 +43,27 @@ def test_router_equals_transformers(dtype: torch.dtype, tokens: int) -> None:
     got_weights, got_ids = route(logits.detach(), TOP_K)
     assert torch.equal(got_ids, ids) and torch.equal(got_weights, weights.detach())
     assert got_weights.dtype == dtype
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_sigmoids_choose_as_transformers(biased: bool) -> None:
+    from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
+
+    config = SimpleNamespace(
+        num_experts_per_tok=TOP_K,
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        use_expert_bias=biased,
+    )
+    router, x = Lfm2MoeTopKRouter(config), randn(33, HIDDEN)
+    router.weight.data = randn(EXPERTS, HIDDEN)
+    bias = randn(EXPERTS, seed=2) if biased else None
+    logits, weights, ids = router(x, bias)
+    got_weights, got_ids = route(logits.detach(), TOP_K, Sigmoids(bias, 1.5))
+    assert torch.equal(got_ids, ids)
+    assert_near(got_weights, weights.detach(), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -16,8 +16,9 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import dense
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.stored_codes import stored
-from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.kernels.moe import reference, route, routed_experts
 from vlm_serve.kernels.moe.align_triton import align
+from vlm_serve.kernels.moe.reference import Sigmoids
 from vlm_serve.kernels.triton_support import Target, record_launches
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -43,6 +44,18 @@ def test_router_keeps_the_largest_and_renormalises(
     else:  # rounding makes ties, which either order breaks rightly
         assert torch.equal(logits.gather(1, ids), logits.gather(1, expected_ids))
     assert_near(weights, expected / expected.sum(-1, keepdim=True), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_sigmoids(dtype: torch.dtype, biased: bool) -> None:
+    logits = randn(7, 12, dtype=dtype).to(DEVICE)
+    bias = randn(12, seed=2).to(DEVICE) if biased else None
+    with kernels():
+        weights, ids = route(logits, 3, Sigmoids(bias, 1.5))
+    expected, expected_ids = reference.route(logits.double(), 3, Sigmoids(bias, 1.5))
+    assert torch.equal(ids, expected_ids)
+    assert_near(weights, expected, TOLERANCE[dtype])
 
 
 def test_equal_logits_choose_distinct_experts() -> None:

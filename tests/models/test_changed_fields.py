@@ -31,12 +31,16 @@ HARMLESS = {
     "read by `preprocess`": r"\w+_token_id (image|slice)_(start|end)_id newline_id",
     "a section's own dtype of a tower": "dtype",
     "read by no class of transformers": "mamba_ssm_dtype",
-    "`layer_types` decides": "full_attention_interval",
+    "`layer_types` decides": "full_attention_interval full_attn_idxs",
     "`rope_scaling` or `rope_parameters` decides, as in transformers": (
         r"rope_theta partial_rotary_factor rope_scaling rope_parameters\.\w+"
     ),
-    "the outer one decides": r"tie_word_embeddings insert_layer_id patch_size image_size",
+    "the outer one decides": (
+        "tie_word_embeddings tie_embedding insert_layer_id patch_size image_size"
+    ),
     "all layers have experts": "intermediate_size mlp_only_layers num_local_experts",
+    "a head of the tower that no language model reads": "vision_use_head",
+    "`block_auto_adjust_ff_dim` is false": "block_ffn_dim_multiplier block_multiple_of",
     "`use_sliding_window` is false": "sliding_window max_window_layers",
 }
 """Ends of paths, by reason."""

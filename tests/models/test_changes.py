@@ -49,7 +49,7 @@ def test_a_rotation_by_option_is_that_of_a_file_with_the_same_fields(
     asked = read_spec(path, Changes(rotation=YARN))
     text = raw.get("text_config", raw)
     name = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
-    text[name] = (text[name] or {}) | YARN
+    text[name] = (text.get(name) or {}) | YARN
     assert asked == spec_of(raw)
     assert asked.rope.yarn is not None and asked.rope.yarn.factor == 4.0
     assert asked.rope != read_spec(path).rope

@@ -20,13 +20,22 @@ from safetensors.torch import load_file, save_file
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model
 from vlm_serve.models.config import Config, mismatch
-from vlm_serve.models.families import minicpmv, qwen3, qwen3_5, qwen3_next, qwen3_vl
+from vlm_serve.models.families import (
+    lfm2,
+    lfm2_moe,
+    lfm2_vl,
+    minicpmv,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    qwen3_vl,
+)
 from vlm_serve.models.registry import FAMILIES, read_spec, spec_of
 from vlm_serve.models.vision_windows import WindowVisionSpec
 
 TABLES = {
     source: table
-    for family in (qwen3_5, qwen3_vl, qwen3_next, qwen3, minicpmv)
+    for family in (qwen3_5, qwen3_vl, qwen3_next, qwen3, minicpmv, lfm2, lfm2_moe, lfm2_vl)
     for source, table in family.DEFAULTS.items()
 }
 WHOLE = (
@@ -42,6 +51,9 @@ WHOLE = (
     "MiniCPMV4_6Config",
     "MiniCPMV4_7Config",
     "MiniCPMOcrConfig",
+    "Lfm2Config",
+    "Lfm2MoeConfig",
+    "Lfm2VlConfig",
 )
 ROPE = ("rope_theta", "partial_rotary_factor")
 PUBLISHED: dict[str, dict[str, Any]] = {"Qwen3MoeConfig": {"norm_topk_prob": True}}
@@ -82,12 +94,13 @@ def test_tables_are_what_transformers_has(source: str) -> None:
             found = made.layer_types.index("full_attention") + 1
         elif name in ROPE:
             found = made.rope_parameters[name]
-        elif (source, name) == ("Qwen3MoeConfig", "head_dim"):
+        elif name == "head_dim" and not hasattr(made, name):
             import transformers
 
-            small = {"num_hidden_layers": 1, "num_experts": 1, "vocab_size": 8}
+            small: dict[str, Any] = {"num_hidden_layers": 1, "num_experts": 1, "vocab_size": 8}
+            small["layer_types"] = ["full_attention"]
             with torch.device("meta"):
-                built = transformers.Qwen3MoeModel(kind(**small))
+                built = getattr(transformers, source.replace("Config", "Model"))(kind(**small))
             found = built.layers[0].self_attn.head_dim
         else:
             found = getattr(made, name)

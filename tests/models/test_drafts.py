@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from families import SPECS as FAMILIES
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 
@@ -29,8 +30,10 @@ SPECS = {
         conv_kernel=3,
         full_attention_interval=2,
     ),
+    "convolutions": replace(FAMILIES["lfm2, tied, biased, four taps"], dtype="bfloat16"),
 }
 MOST = 6
+STATES = {"recurrent", "conv"}
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def test_equals_decoding(checkpoint: Path, path: Path_) -> None:
         pending = kept
     for index in range(3):
         verifying.fold(ours[index], pending[index])
-        for pool in ("recurrent", "conv"):
+        for pool in STATES & verifying.caches.tensors.keys():
             sides = ((verifying, ours), (decoding, theirs))
             rows = [driver.caches[pool][them[index].row] for driver, them in sides]
             assert same(path, *(row.float() for row in rows))
@@ -147,10 +150,11 @@ def test_leaves_the_row_alone(checkpoint: Path, path: Path_) -> None:
     _, driver = drivers(checkpoint, path)
     one = text_sequence(range(20))
     driver.prefill(one)
-    before = [driver.caches[pool][one.row].clone() for pool in ("recurrent", "conv")]
+    states = sorted(STATES & driver.caches.tensors.keys())
+    before = [driver.caches[pool][one.row].clone() for pool in states]
     one.tokens += [1, 2, 3]
     driver.step(drafts=[(one, 20, 0)])
-    after = [driver.caches[pool][one.row] for pool in ("recurrent", "conv")]
+    after = [driver.caches[pool][one.row] for pool in states]
     assert all(map(torch.equal, before, after))
 
 

@@ -15,11 +15,14 @@ from families import FAMILIES as SHAPES
 from families import SPECS
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.families.lfm2 import PARTS
 from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.parts.base import Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
+from vlm_serve.models.parts.short_conv import ShortConv
 from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.models.vision_unshuffled import UnshuffledVisionSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
@@ -105,6 +108,57 @@ def test_weights_of_experts_that_qwen3_moe_leaves_as_they_are_are_refused() -> N
         spec_of(made)
 
 
+def test_lfm2() -> None:
+    spec = spec_of(config_of(SPECS["lfm2, tied, biased, four taps"]))
+    norms = ("q_layernorm", "k_layernorm")
+    attention = Attention(2, 1, 32, gated=False, norms=norms, out="out_proj")
+    conv = ShortConv(64, 4, bias=True)
+    assert [layer.mixer for layer in spec.layers] == [conv, conv, attention, conv, conv]
+    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128, "feed_forward", PARTS)}
+    assert spec.tied_embeddings and (spec.rope.rotary_dim, spec.norm.eps) == (32, 1e-5)
+    whole = config("lfm2", layer_types=None, full_attn_idxs=[1], block_auto_adjust_ff_dim=True)
+    spec = spec_of(whole)
+    kinds = [type(layer.mixer) for layer in spec.layers]
+    assert kinds == [ShortConv, Attention, ShortConv, ShortConv]
+    assert spec.layers[0].feed_forward == Mlp(256, "feed_forward", PARTS), "85 in steps of 256"
+
+
+def test_lfm2_moe() -> None:
+    spec = spec_of(config_of(SPECS["lfm2 moe"]))
+    experts = Experts(Routing(8, 3, (True, 1.0)), 32, 0, name="feed_forward", parts=PARTS)
+    found = [layer.feed_forward for layer in spec.layers]
+    assert found == [Mlp(128, "feed_forward", PARTS), experts, experts, experts]
+
+
+def test_lfm2_vl() -> None:
+    made = config("lfm2_vl")
+    spec = spec_of(made)
+    assert spec.vision == UnshuffledVisionSpec(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=64,
+        heads=2,
+        in_channels=3,
+        patch_size=8,
+        side=8,
+        merge_size=2,
+        out_hidden_size=64,
+        projector_size=64,
+        normed=True,
+    )
+    assert spec.tied_embeddings and spec.family.tile == "<|img_row_{}_col_{}|>"
+    for name, value, complaint in (
+        ("downsample_factor", 4, "downsample_factor 4 is not supported, only 2"),
+        ("projector_bias", False, "projector_bias False is not supported, only True"),
+        ("projector_hidden_act", "relu", "projector_hidden_act 'relu' is not supported"),
+    ):
+        with pytest.raises(CheckpointError, match=complaint):
+            spec_of({**made, name: value})
+    made["vision_config"]["num_patches"] = 63
+    with pytest.raises(CheckpointError, match="num_patches 63 is no square"):
+        spec_of(made)
+
+
 def test_biases_of_attention_are_read() -> None:
     mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixer
     assert mixer == Attention(4, 2, 32, gated=False, bias=True)
@@ -158,7 +212,8 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rop
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 ALL = tuple(FAMILIES)
 VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3", "qwen3_moe")
-GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN)
+CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm2_vl")
+GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN + CONVOLUTIONS)
 SPARSE = ("qwen3_vl_moe", "qwen3_next", "qwen3_moe")
 REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "sliding_window", 4096, "sliding_window 4096 is not supported"),
@@ -166,7 +221,7 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "layer_types", ["sliding_attention"] * 8, "layer_types 'sliding_attention'"),
     (ALL, "layer_types", ["mamba"] * 8, "layer_types 'mamba' is not supported"),
     (
-        GATED + PLAIN,
+        GATED + PLAIN + CONVOLUTIONS,
         "rope_parameters",
         LINEAR,
         "rope_type 'linear' is not supported, only 'default'",
@@ -190,6 +245,9 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (SPARSE, "decoder_sparse_step", 0, "decoder_sparse_step in config.json must be a positive"),
     (("qwen3_moe",), "shared_expert_intermediate_size", 64, "shared_expert_intermediate_size 64"),
     (("qwen3_next",), "attn_output_gate", False, "attn_output_gate False is not supported"),
+    (CONVOLUTIONS, "conv_L_cache", 1, "conv_L_cache 1 is not supported"),
+    (("lfm2_moe",), "norm_topk_prob", False, "norm_topk_prob False is not supported, only True"),
+    (("lfm2_moe",), "num_dense_layers", -1, "num_dense_layers -1 in config.json is no number"),
     (GATED, "output_gate_type", "sigmoid", "output_gate_type 'sigmoid' is not supported"),
 ]
 
@@ -291,7 +349,7 @@ def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], compla
         ("qwen2_5_vl_text", "take Qwen3-VL"),
         ("qwen4_exp", "Qwen3.8-Flash-Next has sparse attention"),
         ("nemotron_h", "Nemotron-h has Mamba's recurrence; take Qwen3.5"),
-        ("lfm2_vl", "short convolutions"),
+        ("lfm3_vl", "short convolutions"),
         ("kimi_linear", "KDA"),
         ("kimi_k25", "MLA"),
         ("olmo_hybrid", "negative eigenvalues"),

@@ -157,8 +157,8 @@ def test_options_are_validated_together() -> None:
 
 def test_derived_values() -> None:
     assert EngineConfig().cache_memory_bytes is None
-    assert EngineConfig(block_size=128).gdn_chunk_size == 64
-    assert EngineConfig(block_size=16).gdn_chunk_size == 16
+    assert EngineConfig(block_size=128).chunk_size == 64
+    assert EngineConfig(block_size=16).chunk_size == 16
     assert EngineConfig(block_size=16).state_interval_blocks == 64
     assert EngineConfig(block_size=16, prefix_cache_state_interval=3).state_interval_blocks == 3
 

@@ -19,8 +19,9 @@ BLOCK_SIZE = -1
 """Placeholder for the block size in a pool's entry shape."""
 
 Unit = Literal["block", "row", "update"]
-Dtypes = Mapping[str, torch.dtype]
-"""The dtypes of pools by kind. A kind without a dtype does not exist."""
+Content = Literal["kv", "scales", "state", "inputs", "activations", "exact"]
+Dtypes = Mapping[Content, torch.dtype]
+"""The dtypes of pools by content. Pools whose content has no dtype do not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class Pool:
     """One kind of memory.
 
     Attributes:
-        kind: "kv", "kv_scales", "conv", "recurrent", "hidden", and "update_keys", "update_changes",
-            "update_decays", "update_inputs".
+        kind: the mixer's name for it; layers of one kind are alike.
+        content: keys and values, their scales, a state that tokens are added to, the inputs of a
+            convolution, activations, or float32 numbers that nothing may round.
         unit: the owner of an entry: a block of tokens, a sequence's state row, or a drafted token
             with a pending state update.
         entry: shape of one layer's.
@@ -39,6 +41,7 @@ class Pool:
     """
 
     kind: str
+    content: Content
     unit: Unit
     entry: tuple[int, ...]
     split: int | None
@@ -93,10 +96,16 @@ class CacheLayout:
     def num_bytes(self, unit: Unit, dtypes: Dtypes, block_size: int = 0) -> int:
         """Return the size of one KV block, of one state row or of one update."""
         return sum(
-            layers * prod(pool.shape(block_size)) * dtypes[pool.kind].itemsize
+            layers * prod(pool.shape(block_size)) * dtypes[pool.content].itemsize
             for pool, layers in self.pools
-            if pool.unit == unit and pool.kind in dtypes
+            if pool.unit == unit and pool.content in dtypes
         )
+
+    def types(self, dtypes: Dtypes) -> str:
+        """Return the names of all kinds of memory that outlives a step, with their dtypes."""
+        kept = (pool for pool, _ in self.pools if pool.unit != "update" and pool.content in dtypes)
+        names = (f"{pool.kind} {str(dtypes[pool.content]).split('.')[1]}" for pool in kept)
+        return ", ".join(sorted(names))
 
     def allocate(
         self,
@@ -114,12 +123,12 @@ class CacheLayout:
         tensors = {
             pool.kind: _room(
                 (counts[pool.unit], layers, *pool.shape(block_size)),
-                dtypes[pool.kind],
+                dtypes[pool.content],
                 torch.device(device),
                 pool.swapped,
             )
             for pool, layers in self.pools
-            if pool.kind in dtypes
+            if pool.content in dtypes
         }
         return CacheTensors(
             self,
@@ -152,12 +161,8 @@ class CacheTensors:
 
     Attributes:
         layout: the kinds of pools.
-        tensors: by kind, `[num_blocks or num_rows, layers, *entry]`; "kv" is `[blocks, layers, 2,
-            block_size, kv_heads, head_dim]`, "kv_scales" float16 `[blocks, layers, 4, block_size,
-            kv_heads]` (k scale, k zero, v scale, v zero; int8 only), "conv" `[rows, layers,
-            channels, taps - 1]`, oldest first, "recurrent" `[rows, layers, value_heads, key_dim,
-            value_dim]`, "hidden" `[rows, 1, hidden]`; those of updates are `[updates, layers,
-            ...]`, see `Updates`.
+        tensors: by kind, `[num_blocks, num_rows or num_updates, layers, *entry]`; the `pools` of
+            each mixer say what its entries are.
         num_rows: 0 without state layers.
         num_updates: entries for drafted tokens; 0 without drafts.
         device: of all of them.

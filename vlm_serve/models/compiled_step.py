@@ -44,7 +44,7 @@ class CompiledStep:
 
     def __init__(self, program: Program, caches: CacheTensors) -> None:
         self._program = program, program.record()
-        self._folding = program.record("DeltaNet")
+        self._folding = program.record(folding=True)
         self._reports_hidden = program.reports_hidden
         self.looks_up = program.looks_up
         self._dtype = program.dtype

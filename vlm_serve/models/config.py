@@ -59,13 +59,16 @@ _KEYS = "num_key_value_heads, head_dim"
 _VALUES = "linear_num_value_heads, linear_value_head_dim"
 _CHANNELS = f"linear_num_key_heads, linear_key_head_dim, {_VALUES}"
 _EXPERTS = "moe_intermediate_size"
+_ADJUSTED = "intermediate_size, block_auto_adjust_ff_dim"
 _SHARED = "shared_expert_intermediate_size"
 _FIELDS = {
     r"(embed_tokens|lm_head)\.weight": ("vocab_size", "hidden_size"),
     r"self_attn\.q_proj\.\w+": (f"{_HEADS}, attn_output_gate", "hidden_size"),
     r"self_attn\.[kv]_proj\.\w+": (_KEYS, "hidden_size"),
-    r"self_attn\.o_proj\.\w+": ("hidden_size", _HEADS),
-    r"self_attn\.[qk]_norm\.weight": ("head_dim",),
+    r"self_attn\.(o|out)_proj\.\w+": ("hidden_size", _HEADS),
+    r"self_attn\.[qk]_(layer)?norm\.weight": ("head_dim",),
+    r"conv\.(in|out)_proj\.\w+": ("hidden_size", "hidden_size"),
+    r"conv\.conv\.\w+": ("hidden_size", "", "conv_L_cache"),
     r"linear_attn\.in_proj_qkvz?\.weight": (_CHANNELS, "hidden_size"),
     r"linear_attn\.in_proj_z\.weight": (_VALUES, "hidden_size"),
     r"linear_attn\.in_proj_(a|b|ba)\.weight": ("linear_num_value_heads", "hidden_size"),
@@ -86,6 +89,8 @@ _FIELDS = {
     r"shared_expert\.down_proj\.weight": ("hidden_size", _SHARED),
     r"mlp\.(gate|up)_proj\.weight": ("intermediate_size", "hidden_size"),
     r"mlp\.down_proj\.weight": ("hidden_size", "intermediate_size"),
+    r"feed_forward\.w[13]\.weight": (_ADJUSTED, "hidden_size"),
+    r"feed_forward\.w2\.weight": ("hidden_size", _ADJUSTED),
     r"patch_embed\.proj\.weight": (
         "hidden_size",
         "in_channels",
@@ -105,6 +110,7 @@ _FIELDS = {
         "hidden_size, spatial_merge_size",
     ),
     r"(input_layernorm|post_attention_layernorm|(^|\.)norm)\.weight": ("hidden_size",),
+    r"(operator|ffn|embedding)_norm\.weight": ("hidden_size",),
 }
 """Fields by axes of tensors, by suffixes of names; the first match wins."""
 _STORED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_\w+)$")

@@ -67,4 +67,4 @@ class Decoder:
             load_layer(spec, layer, source, f"{prefix}layers.{index}")
             for index, layer in enumerate(spec.layers)
         )
-        self.norm = load_norm(source, f"{prefix}norm", spec.hidden_size, spec.norm)
+        self.norm = load_norm(source, f"{prefix}{spec.last_norm}", spec.hidden_size, spec.norm)

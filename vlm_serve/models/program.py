@@ -14,6 +14,8 @@ from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_records import DTYPES, LANES
 from vlm_serve.kernels.ranks import ALONE, Ranks
 
+_OF_STATES = ("DeltaNet", "ShortConv")
+
 
 class UnsupportedError(Exception):
     """Compiled code cannot run this model; the message says why."""
@@ -214,11 +216,11 @@ class Program:
         self._alive.append(copy)
         return copy.data_ptr()
 
-    def record(self, only: str | None = None) -> ctypes.Structure:
-        """Return the whole program, or its operations of one kind; it lives as long as this
-        object."""
-        kind, wanted = struct("Op"), None if only is None else _number(only)
-        chosen = [op for op in self._ops if wanted in (None, op[0])]
+    def record(self, *, folding: bool = False) -> ctypes.Structure:
+        """Return the whole program, or only its operations that fold updates into state rows; it
+        lives as long as this object."""
+        kind, states = struct("Op"), {_number(name) for name in _OF_STATES}
+        chosen = [op for op in self._ops if not folding or op[0] in states]
         table = self._embeddings
         ops = (kind * len(chosen))(*(kind(number, ctypes.addressof(op)) for number, op in chosen))
         widths = (ctypes.c_int64 * len(self._widths))(*self._widths)

@@ -56,6 +56,9 @@ _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
 _QWEN3 = "vlm_serve.models.families.qwen3"
 _MINICPMV = "vlm_serve.models.families.minicpmv"
+_LFM2 = "vlm_serve.models.families.lfm2"
+_LFM2_VL = "vlm_serve.models.families.lfm2_vl"
+_LFM2_MOE = "vlm_serve.models.families.lfm2_moe"
 
 FAMILIES = {
     "qwen3_5": Served(
@@ -92,6 +95,11 @@ FAMILIES = {
         state=False,
         experts=True,
     ),
+    "lfm2": _Text("LFM2 350M, 700M, 1.2B, 2.6B; LFM2.5 1.2B", _LFM2, "Lfm2Config"),
+    "lfm2_moe": _Text("LFM2 8B-A1B, 24B-A2B", _LFM2_MOE, "Lfm2MoeConfig", experts=True),
+    "lfm2_vl": Served(
+        "LFM2-VL 450M, 1.6B, 3B; LFM2.5-VL 1.6B", _LFM2_VL, "Lfm2VlConfig", media=("image",)
+    ),
     "minicpmv4_6": Served("MiniCPM-V 4.6", _MINICPMV, "MiniCPMV4_6Config"),
     "minicpmv4_7": Served("MiniCPM-V 4.7", _MINICPMV, "MiniCPMV4_7Config"),
     "minicpm_ocr": Served("MiniCPM-OCR 1.0", _MINICPMV, "MiniCPMOcrConfig"),
@@ -110,7 +118,7 @@ KINDS = {
         qwen3_asr qwen3_omni qwen3_omni_moe voxtral""",
     "Mamba's recurrence; take Qwen3.5": """mamba_d_conv mamba_d_state mamba_num_heads bamba jamba
         falcon_h1 granitemoehybrid mamba mamba2 nemotron_h nemotron_h_omni zamba zamba2""",
-    "short convolutions; take Qwen3.5": "conv_L_cache conv lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl",
+    "short convolutions beside other parts; take LFM2": "conv_L_cache conv lfm3 lfm3_vl",
     "a decay per channel (KDA) and compressed keys (MLA); take Qwen3.5": """bailing_hybrid glm5_next
         kimi_k3 kimi_linear""",
     "a recurrence without a delta rule; take Qwen3.5": "minimax rwkv xlstm",

@@ -205,6 +205,7 @@ class ModelSpec:
         dtype: of the checkpoint's weights.
         family: conventions of its tokenizer and its chat template.
         input_norm, post_norm: names of a layer's norms in the checkpoint.
+        last_norm: name of the norm behind the last layer.
         mtp: the layer that drafts the token after next (`mtp.py`); None: there is none.
         generation: the content of generation_config.json: defaults of sampling.
         quantization: of its weights; None if none are quantised.
@@ -225,6 +226,7 @@ class ModelSpec:
     family: Family
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
+    last_norm: str = "norm"
     mtp: LayerSpec | None = None
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
     quantization: QuantScheme | None = None
@@ -278,6 +280,6 @@ class ModelSpec:
         pools = [layer.mixer.pools() for layer in self.layers]
         if mtp:
             assert self.mtp is not None
-            hidden = Pool("hidden", "row", (self.hidden_size,), split=None)
+            hidden = Pool("hidden", "activations", "row", (self.hidden_size,), split=None)
             pools.append((*self.mtp.mixer.pools(), hidden))
         return CacheLayout.of(pools, ranks)

@@ -29,10 +29,11 @@ some kilobytes of a device's memory."""
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Weight and bias of a layer norm."""
+    """Weight and bias of a layer norm, and its `eps`."""
 
     weight: torch.Tensor
     bias: torch.Tensor
+    eps: float = EPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ class TowerReader:
 
 def layer_norm(x: torch.Tensor, norm: Affine) -> torch.Tensor:
     """Normalise over the last dim."""
-    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, EPS)
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 
 def attend(qk: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:

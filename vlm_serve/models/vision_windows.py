@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,7 @@ from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.spec import Vision
 from vlm_serve.models.vision_parts import (
+    Affine,
     AttentionPart,
     GridMemory,
     MlpPart,
@@ -64,18 +66,24 @@ class WindowVisionTower:
         source: of the tensors.
         prefix: of their names.
         dtype: of activations.
+        reader: of the tensors; None: those of MiniCPM-V.
     """
 
     def __init__(
-        self, config: WindowVisionSpec, source: Weights, prefix: str, dtype: torch.dtype
+        self,
+        config: WindowVisionSpec,
+        source: Weights,
+        prefix: str,
+        dtype: torch.dtype,
+        reader: WindowReader | None = None,
     ) -> None:
         self._config, self._device, self._dtype = config, source.device, dtype
-        reader = _Reader(source, prefix, config)
+        reader = reader or WindowReader(source, prefix, config)
         self._patch_embed = reader.patch_embed()
         self._positions = reader.positions()
         self._blocks = tuple(reader.block(index) for index in range(config.depth))
         self._window = reader.window()
-        self._last_norm = reader.norm("vision_tower.post_layernorm", config.hidden_size)
+        self._last_norm = reader.last_norm()
         self._merger = reader.merger()
         self._grid_tensors = GridMemory(self._compute_grid_tensors)
 
@@ -123,7 +131,7 @@ class WindowVisionTower:
         orders, positions = zip(*tables, strict=True)
         ordered = [picture[order] for (picture, _), order in zip(pictures, orders, strict=True)]
         sizes = [len(picture) for picture in ordered]
-        pixels = torch.cat(ordered).to(self._device, self._dtype)
+        pixels = self._pixels(torch.cat(ordered)).to(self._device, self._dtype)
         x = how(self._patch_embed, pixels, plus=torch.cat(positions))
         lengths = sizes
         heads = self._config.heads
@@ -134,12 +142,22 @@ class WindowVisionTower:
                 x = self._merge_windows(x, how)
                 lengths = [size // _WINDOW for size in sizes]
         x = layer_norm(x, self._last_norm).view(-1, _WINDOW * self._config.hidden_size)
-        merged = self._merger(x, "gelu", how)
+        merged = self._merged(x, how)
         return merged.split_with_sizes([size // merge**2 for size in sizes])
+
+    def _pixels(self, patches: torch.Tensor) -> torch.Tensor:
+        """Return patches in the order of numbers that the first product has."""
+        return patches
+
+    def _merged(self, x: torch.Tensor, how: Products) -> torch.Tensor:
+        """Return the embeddings of tokens: `[n, 4 * hidden]` to `[n, out_hidden_size]`."""
+        assert self._merger is not None, "merges behind the last layer"
+        return self._merger(x, "gelu", how)
 
     def _merge_windows(self, x: torch.Tensor, how: Products) -> torch.Tensor:
         """Reduce `[n, hidden]` to `[n / 4, hidden]`: attention within each window, then its
         merger."""
+        assert self._window is not None, "merges windows"
         attention, mlp = self._window
         sizes = [_WINDOW] * (len(x) // _WINDOW)
         x = attention(x, self._config.heads, partial(attend, sizes=sizes), how)
@@ -156,15 +174,17 @@ class WindowVisionTower:
         return order, self._positions[places.to(self._device)]
 
 
-class _Reader(TowerReader):
-    """Names and shapes of the tower's tensors."""
+class WindowReader(TowerReader):
+    """Names and shapes of the tower's tensors. `tower`: what they begin with behind the prefix."""
+
+    tower: ClassVar[str] = "vision_tower."
 
     def __init__(self, source: Weights, prefix: str, config: WindowVisionSpec) -> None:
         super().__init__(source, prefix)
         self._config = config
 
     def positions(self) -> torch.Tensor:
-        name = "vision_tower.embeddings.position_embedding.weight"
+        name = f"{self.tower}embeddings.position_embedding.weight"
         return self.tensor(name, self._config.side**2, self._config.hidden_size)
 
     def patch_embed(self) -> Linear:
@@ -172,11 +192,11 @@ class _Reader(TowerReader):
         patches."""
         config = self._config
         kernel = (config.in_channels, config.patch_size, config.patch_size)
-        name = "vision_tower.embeddings.patch_embedding"
+        name = f"{self.tower}embeddings.patch_embedding"
         return self.projection(name, config.hidden_size, *kernel)
 
     def block(self, index: int) -> VisionBlock:
-        name = f"vision_tower.encoder.layers.{index}"
+        name = f"{self.tower}encoder.layers.{index}"
         hidden, wide = self._config.hidden_size, self._config.intermediate_size
         mlp = MlpPart(
             self.norm(f"{name}.layer_norm2", hidden),
@@ -185,12 +205,17 @@ class _Reader(TowerReader):
         )
         return VisionBlock(self._attention(name), mlp)
 
-    def window(self) -> tuple[AttentionPart, MlpPart]:
-        name, config = "vision_tower.vit_merger", self._config
+    def last_norm(self) -> Affine:
+        return self.norm(f"{self.tower}post_layernorm", self._config.hidden_size)
+
+    def window(self) -> tuple[AttentionPart, MlpPart] | None:
+        """Load what merges windows between two layers."""
+        name, config = f"{self.tower}vit_merger", self._config
         wide = _WINDOW * config.intermediate_size
         return self._attention(name), self._merging(name, wide, config.hidden_size)
 
-    def merger(self) -> MlpPart:
+    def merger(self) -> MlpPart | None:
+        """Load what makes tokens behind the last layer."""
         config = self._config
         return self._merging("merger.mlp.0", _WINDOW * config.hidden_size, config.out_hidden_size)
 

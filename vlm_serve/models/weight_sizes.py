@@ -107,6 +107,8 @@ class UnreadWeights(Weights):
 
     def vision_prefix(self, anchor: str) -> str:
         # Adapters name modules as checkpoints do.
+        if anchor == "post_layernorm.weight":
+            return "model.vision_tower."
         return "model." if anchor.startswith("vision_tower.") else "model.visual."
 
     def head_name(self) -> str:

@@ -28,7 +28,10 @@ from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.system.host_memory import release_freed_memory
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
-_VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
+_VISION_PREFIXES = (
+    *("model.visual.", "visual.", "model.", ""),
+    *("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model."),
+)
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)
 _LEFT = re.compile(r".*\b(mtp\.|lm_head\.|\w+_scale$).*|.*\.inv_freq")

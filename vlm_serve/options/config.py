@@ -12,7 +12,7 @@ from vlm_serve.options.declared import explains_keywords, normalise_all, refuse,
 DEMO_BLOCK_SIZE = 16
 DEFAULT_BLOCK_SIZE = 64
 BLOCK_SIZES = (16, 32, 64, 128)
-MAX_GDN_CHUNK = 64
+MAX_CHUNK = 64
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES = (*_DTYPES, "fp8", "int8")
@@ -206,7 +206,7 @@ class EngineConfig:
         None,
         "snapshot rows, in addition to one live row per running sequence; 0: idle live rows only",
         low=0,
-        default_text="half of the cache memory",
+        default_text="half of the cache memory, at most one row a block",
     )
     prefix_cache_decode_state_interval: int = _cache(
         0,
@@ -424,10 +424,10 @@ class EngineConfig:
         return read_media_limits(self.limit_mm_per_prompt)
 
     @property
-    def gdn_chunk_size(self) -> int:
-        """Tokens per chunk of the gated delta rule; the block size must be known."""
+    def chunk_size(self) -> int:
+        """Most tokens of a chunk of a prefill; the block size must be known."""
         assert self.block_size is not None, "resolve block_size first"
-        return min(MAX_GDN_CHUNK, self.block_size)
+        return min(MAX_CHUNK, self.block_size)
 
     @property
     def state_interval_blocks(self) -> int:

@@ -12,7 +12,7 @@ constexpr int64_t GROUPS = 16;  // of 16 channels each, per pass over a tile of 
 
 // Convolves some groups of channels of one sequence. The old tail may be the row that receives the
 // new one.
-template <typename T>
+template <typename T, bool SILU>
 void convolve_channels(const Convolution& job, int64_t sequence, int64_t first, int64_t count) {
     const Packed& packed = job.packed;
     const int64_t history = job.kernel - 1;
@@ -28,8 +28,9 @@ void convolve_channels(const Convolution& job, int64_t sequence, int64_t first, 
         const T* x = (const T*)job.x + begin * job.x_stride;
         T* out = (T*)job.out + begin * job.channels;
         each([&](int64_t c, Vec* window) {
-            convolve(x + c, job.x_stride, n, job.taps + c, job.channels, history, window, out + c,
-                     job.channels);
+            convolve<T, SILU>(x + c, job.x_stride, n, job.taps + c,
+                              job.bias ? job.bias + c : nullptr, job.channels, history, window,
+                              out + c, job.channels);
             tails(row).store(c, window);
         });
     });
@@ -43,7 +44,9 @@ void convolve_packed(const Convolution& job) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)job.packed.threads)
     for (int64_t i = 0; i < pieces; ++i) {
         const int64_t first = i % chunks * GROUPS;
-        convolve_channels<T>(job, i / chunks, first, std::min(GROUPS, groups - first));
+        const int64_t sequence = i / chunks, count = std::min(GROUPS, groups - first);
+        job.silu ? convolve_channels<T, true>(job, sequence, first, count)
+                 : convolve_channels<T, false>(job, sequence, first, count);
     }
 }
 

@@ -98,22 +98,36 @@ struct Tails {
     }
 };
 
-// Convolves `n` tokens of 16 channels: y = silu(sum of taps * inputs), rounded to T. `window` holds
-// the `history` inputs before them, oldest first, and is updated to those before the next token.
-// `taps` are [history + 1, channels].
-template <typename T, typename Y>
-inline void convolve(const T* x, int64_t x_stride, int64_t n, const float* taps, int64_t channels,
-                     int64_t history, Vec* window, Y* y, int64_t y_stride) {
+// Appends an input to the `history` ones of a window, which are oldest first.
+VLM_INLINE void shift(Vec* window, int64_t history, Vec input) {
+    for (int64_t j = 1; j < history; ++j) window[j - 1] = window[j];
+    if (history) window[history - 1] = input;
+}
+
+// Convolves one token of 16 channels: returns the sum of taps * inputs, and of the bias if there is
+// one. `window` holds the `history` inputs before it, and is updated to those before the next
+// token. `taps` are [history + 1, channels].
+VLM_INLINE Vec convolve_token(Vec input, const float* taps, const float* bias, int64_t channels,
+                              int64_t history, Vec* window) {
+    Vec total = zero();
+    for (int64_t j = 0; j < history; ++j) {
+        total = fma(window[j], load(taps + j * channels), total);
+        if (j) window[j - 1] = window[j];
+    }
+    total = fma(input, load(taps + history * channels), total);
+    if (history) window[history - 1] = input;
+    return bias ? total + load(bias) : total;
+}
+
+// Convolves `n` tokens of 16 channels, see `convolve_token`: y is the sum, or its SiLU, rounded to
+// T.
+template <typename T, bool SILU = true, typename Y>
+inline void convolve(const T* x, int64_t x_stride, int64_t n, const float* taps, const float* bias,
+                     int64_t channels, int64_t history, Vec* window, Y* y, int64_t y_stride) {
     for (int64_t t = 0; t < n; ++t) {
-        const Vec input = load(x + t * x_stride);
-        Vec total = zero();
-        for (int64_t j = 0; j < history; ++j) {
-            total = fma(window[j], load(taps + j * channels), total);
-            if (j) window[j - 1] = window[j];
-        }
-        total = fma(input, load(taps + history * channels), total);
-        if (history) window[history - 1] = input;
-        store(y + t * y_stride, rounded<T>(silu(total)));
+        const Vec total =
+            convolve_token(load(x + t * x_stride), taps, bias, channels, history, window);
+        store(y + t * y_stride, rounded<T>(SILU ? silu(total) : total));
     }
 }
 

@@ -158,9 +158,7 @@ FIELDS = RootFields(
     weights_fingerprint=b"w" * 32,
     weight_dtype="float32",
     compute_dtype="float32",
-    kv_dtype="float32",
-    state_dtype="float32",
-    conv_dtype="float32",
+    memory="conv float32, kv float32",
     vision_dtype="float32",
     block_size=16,
     chunk_size=16,
@@ -184,7 +182,7 @@ def test_root_fields_cannot_run_into_each_other() -> None:
 
 def test_keys_are_the_same_in_every_process() -> None:
     """Golden values: a change here makes every stored cache unreadable."""
-    assert FIELDS.key().hex()[:16] == "bf46f2e4056e8093"
+    assert FIELDS.key().hex()[:16] == "1e920a1ccf1fcd90"
     keys = build([1, 2, 3, 11, 11, 7, 5], 4, [Span(3, 5)])
     assert keys.block_keys[0].hex()[:16] == "381611efd47c488f"
     assert {cut: key.hex()[:8] for cut, key in keys.tails.items()} == {5: "49c155f0", 6: "513e2459"}

@@ -1,4 +1,4 @@
-"""Sizes of slices: ends of prefill slices and GDN chunks at cut points, and drafts at most.
+"""Sizes of slices: ends of prefill slices and chunks at cut points, and drafts at most.
 
 docs/architecture.md#cut-points-and-matching
 """
@@ -33,8 +33,7 @@ def slice_end(cuts: Sequence[int], start: int, target: int, budget: int) -> int:
 def chunk_ends(
     cuts: Sequence[int], start: int, end: int, block_size: int, chunk_size: int
 ) -> tuple[int, ...]:
-    """Return the absolute positions at which the GDN chunks of tokens `[start, end)` end,
-    ascending.
+    """Return the absolute positions at which the chunks of tokens `[start, end)` end, ascending.
 
     Chunks run from cut point to cut point and are cut at multiples of the chunk size in between, so
     they do not depend on where a run started. Multiples of the block size are cut points already.

@@ -23,6 +23,7 @@ from vlm_serve.kernels.backends import named
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.triton_faults import forms_at, triton_version
 from vlm_serve.kernels.tuning_check import check_table
+from vlm_serve.models.cache_layout import Content, Dtypes
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.options.config import EngineConfig
 
@@ -83,8 +84,8 @@ class Types:
         weights: projections and lookup tables in memory.
         compute: activations, and weights that are not matrices.
         kv: keys and values in the cache; uint8 stands for int8 codes with scales.
-        state: recurrent matrices.
-        conv: convolution tails.
+        state: what layers add tokens to, such as recurrent matrices.
+        conv: inputs of convolutions.
         vision: activations of the tower.
     """
 
@@ -96,13 +97,16 @@ class Types:
     vision: torch.dtype
 
     @property
-    def pools(self) -> dict[str, torch.dtype]:
-        """Types of the data that layers keep between steps, by kind of pool."""
-        scales = {"kv_scales": torch.float16} if self.kv == torch.uint8 else {}
-        updates = dict.fromkeys(("update_keys", "update_changes", "update_decays"), torch.float32)
-        updates["update_inputs"] = self.conv
-        rows = {"conv": self.conv, "recurrent": self.state, "hidden": self.compute}
-        return {"kv": self.kv, **rows, **updates, **scales}
+    def pools(self) -> Dtypes:
+        """Types of the data that layers keep between steps, by what it is."""
+        types: dict[Content, torch.dtype] = {
+            "kv": self.kv,
+            "state": self.state,
+            "inputs": self.conv,
+            "activations": self.compute,
+            "exact": _FLOAT32,
+        }
+        return types | ({"scales": torch.float16} if self.kv == torch.uint8 else {})
 
     def names(self) -> dict[str, str]:
         """Return the option value of each type, by attribute."""

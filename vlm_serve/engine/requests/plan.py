@@ -98,7 +98,7 @@ class Slice:
         blocks: physical KV blocks. They replace the executor's table from entry `first_block` on;
             the whole table covers `end` tokens.
         write_start: K and V of tokens below this position are shared and not written.
-        chunk_ends: absolute positions at which GDN chunks end, ascending, the last one is `end`;
+        chunk_ends: absolute positions at which chunks end, ascending, the last one is `end`;
             empty for a decode token.
         snapshots: (absolute position, row) pairs; the positions are chunk ends of this slice.
         embeddings: (first token, last token + 1, slot, first row of the embedding) of the media

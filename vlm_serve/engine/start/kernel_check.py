@@ -214,7 +214,7 @@ class CheckedSteps:
         tower.run(sum(counts), tiles.to(self._model.device))
 
     def _prefill(self, ids: list[list[int]]) -> None:
-        chunk, ends = self._config.gdn_chunk_size, [0, *accumulate(map(len, ids))]
+        chunk, ends = self._config.chunk_size, [0, *accumulate(map(len, ids))]
         rows = self._rows()
         kept = ((0, 0, 2),) if self._has_state else ()
         meta = PrefillMeta(

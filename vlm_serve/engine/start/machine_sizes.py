@@ -39,7 +39,7 @@ class Size:
         live: states of running sequences, and updates of drafts.
         sampling: logits and what sampling takes.
         cache: what is left for KV blocks and snapshots; estimated.
-        tokens: of KV, if snapshots have half of that.
+        tokens: of KV, if snapshots have half of that, or one a block if that is less.
     """
 
     sequences: int
@@ -106,8 +106,8 @@ def size_of(
     sampling = SAMPLED_BYTES * vocabulary * sequences
     cache = max(0, int((STEPS_SHARE * memory - live - sampling) * GPU_SHARE))
     block = layout.num_bytes("block", types.pools, config.block_size)
-    shared = 2 if layout.has_state and config.enable_prefix_caching else 1
-    tokens = cache // shared // max(1, block) * config.block_size
+    row = layout.num_bytes("row", types.pools) if config.enable_prefix_caching else 0
+    tokens = cache // max(1, block + min(block, row)) * config.block_size
     return Size(sequences, live, sampling, cache, tokens)
 
 

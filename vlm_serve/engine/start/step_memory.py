@@ -121,7 +121,7 @@ def largest_span(checkpoint: Path, model: ModelSpec, step_tokens: int) -> int:
     """
     if model.vision is None:
         return 0
-    if model.family.slice_start is not None:
+    if model.family.slice_start is not None or model.family.tile is not None:
         return step_tokens  # Its pictures are cut into slices of some hundred tokens.
     picture = image_config(checkpoint)
     if picture is None:
@@ -168,7 +168,7 @@ def measure_step_memory(
             caches = _small_pools(model, types, -(-max(tokens, few) // size), size)
             if adapter is not None:
                 adapter.place(device)
-            forward = partial(_forward, model, caches, config.gdn_chunk_size, adapter)
+            forward = partial(_forward, model, caches, config.chunk_size, adapter)
             text = _peak(device, forward(tokens, logit_rows))
             # What lies between a step's inputs and results is shared by all sizes, but for what
             # their allocations leave between each other. The results are kept.

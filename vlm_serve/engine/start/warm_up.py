@@ -95,7 +95,7 @@ class _Steps:
 
     def prefill(self, tokens: int, start: int = 0) -> None:
         """Compute a slice behind `start` tokens; all are of one block, and none is written."""
-        chunk = self._config.gdn_chunk_size
+        chunk = self._config.chunk_size
         row = 0 if self._has_state else -1
         meta = PrefillMeta(
             cu_seqlens=(0, tokens),

@@ -112,7 +112,7 @@ def plan_memory(
 
     A model without state has no rows. An explicit `prefix_cache_state_budget` is used as it is. An
     explicit `prefix_cache_state_interval` gives one snapshot per this many blocks. Otherwise,
-    snapshots get half of the memory.
+    snapshots get half of the memory, or less if there would be more of them than blocks.
 
     Raises:
         ConfigError: too small; the message says which option to change.
@@ -132,7 +132,9 @@ def plan_memory(
         interval = config.prefix_cache_state_interval
         blocks, snapshots = split_by_interval(cache_memory, block_bytes, snapshot_bytes, interval)
     else:
-        snapshots = cache_memory // 2 // snapshot_bytes
+        # A position deeper than the KV needs no snapshot, so a row beyond one a block is idle.
+        apiece = cache_memory // (block_bytes + snapshot_bytes)
+        snapshots = min(cache_memory // 2 // snapshot_bytes, apiece)
         blocks = (cache_memory - snapshots * snapshot_bytes) // block_bytes
     drafts = 0 if config.speculative == "off" else config.speculative_tokens
     if blocks < MIN_BLOCKS:

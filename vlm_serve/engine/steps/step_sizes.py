@@ -88,7 +88,7 @@ class StepSize:
 
     @property
     def chunks(self) -> int:
-        """Maximum number of chunks of the gated delta rule: whole ones, and three per slice, whose
+        """Maximum number of chunks of prefills: whole ones, and three per slice, whose
         chunks also end at blocks and snapshots."""
         return self.tokens // MAX_CHUNK + 3 * self.prompts
 

@@ -19,6 +19,9 @@ from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.kernels.linear.packed import PANEL
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": DOWN}
+"""Other names of an expert's projections in checkpoints; classes of transformers join them all
+under one name."""
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
 _TIED, _HEAD = "embed_tokens", "lm_head"
 
@@ -355,6 +358,9 @@ def rows_of(part: Part, shard: Shard | None) -> ModuleRows:
 def module_of(name: str) -> str:
     """Return a module's name as it is the same in checkpoints and adapters of all classes."""
     name = unprefixed(name.removesuffix(".weight"))
+    experts, _, kind = name.rpartition(".")
+    if ".experts." in name and kind in _PROJECTIONS:
+        name = f"{experts}.{_PROJECTIONS[kind]}"
     return _HEAD if name == _TIED else name
 
 

@@ -106,9 +106,7 @@ def plain_attention(text: Config) -> Attention:
 
 def attention(text: Config, *, gated: bool) -> Attention:
     """Return attention over all keys."""
-    if text.raw.get("use_sliding_window") is not False:
-        text.allow("use_sliding_window", None)
-        text.allow("sliding_window", None)
+    refuse_windows(text)
     sizes = Attention(
         heads=text.size("num_attention_heads"),
         kv_heads=text.size("num_key_value_heads"),
@@ -116,7 +114,7 @@ def attention(text: Config, *, gated: bool) -> Attention:
         gated=gated,
         bias=bool(text.value("attention_bias")),
     )
-    _check_groups("num_attention_heads", sizes.heads, sizes.kv_heads)
+    check_groups("num_attention_heads", sizes.heads, sizes.kv_heads)
     return sizes
 
 
@@ -130,11 +128,19 @@ def gated_delta(text: Config, *, interleaved: bool = False) -> GatedDelta:
         taps=text.size("linear_conv_kernel_dim"),
         interleaved=interleaved,
     )
-    _check_groups("linear_num_value_heads", sizes.value_heads, sizes.key_heads)
+    check_groups("linear_num_value_heads", sizes.value_heads, sizes.key_heads)
     return sizes
 
 
-def _check_groups(name: str, heads: int, key_heads: int) -> None:
+def refuse_windows(text: Config) -> None:
+    """Refuse attention over a part of the keys, unless it is switched off."""
+    if text.raw.get("use_sliding_window") is not False:
+        text.allow("use_sliding_window", None)
+        text.allow("sliding_window", None)
+
+
+def check_groups(name: str, heads: int, key_heads: int) -> None:
+    """Refuse heads that cannot share their key heads evenly. `name`: the field of their number."""
     if heads % key_heads:
         raise CheckpointError(f"{name} {heads} is no multiple of its {key_heads} key heads")
 
@@ -172,6 +178,7 @@ def model(
     *,
     family: Family,
     centred: bool = True,
+    eps: str = "rms_norm_eps",
     tower: Vision | None = None,
     mtp: LayerSpec | None = None,
 ) -> ModelSpec:
@@ -184,6 +191,7 @@ def model(
         rotation: of queries and keys.
         family: conventions of tokenizer and chat template.
         centred: see `Norm`.
+        eps: the field of its `eps`.
         tower: the vision tower, if there is one.
         mtp: the layer that drafts the token after next, if there is one.
     """
@@ -192,7 +200,7 @@ def model(
         vocab_size=text.size("vocab_size"),
         max_position_embeddings=context(text, rotation),
         layers=tuple(LayerSpec(*parts) for parts in layers),
-        norm=Norm(text.positive("rms_norm_eps"), centred=centred),
+        norm=Norm(text.positive(eps), centred=centred),
         rope=rotation,
         tied_embeddings=tied_embeddings(config, text),
         vision=tower,

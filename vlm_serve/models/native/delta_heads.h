@@ -63,10 +63,8 @@ class DeltaHeads {
         const Tails<T> old = tails(row);
         each_channel([&](int64_t c, Vec* window, float*, int64_t) {
             old.load(c, window);
-            for (int64_t t = 0; t < folded; ++t) {
-                for (int64_t j = 1; j < history_; ++j) window[j - 1] = window[j];
-                if (history_) window[history_ - 1] = load(inputs(first + t) + c);
-            }
+            for (int64_t t = 0; t < folded; ++t)
+                shift(window, history_, load(inputs(first + t) + c));
             if (folded) old.store(c, window);
         });
         for_token_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t) {
@@ -141,7 +139,8 @@ class DeltaHeads {
         const T* x = x_(begin);
         const Tails<T> to = tails(row);
         each_channel([&](int64_t c, Vec* window, float* y, int64_t y_stride) {
-            convolve(x + c, x_.stride, n, op_.conv + c, channels_, history_, window, y, y_stride);
+            convolve<T>(x + c, x_.stride, n, op_.conv + c, nullptr, channels_, history_, window, y,
+                        y_stride);
             to.store(c, window);
         });
         prepare(qk_, n, op_.key_dim, gates_);

@@ -99,7 +99,11 @@ struct ExpertsOf {
         const Step& step = run.step;
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < run.tokens; ++t) {
-            choose_experts(scores(t), op.experts, op.top_k, ids(t), weights(t));
+            if (op.sigmoid)
+                choose_by_sigmoid(scores(t), op.bias, op.experts, op.top_k, (float)op.scale, ids(t),
+                                  weights(t));
+            else
+                choose_experts(scores(t), op.experts, op.top_k, ids(t), weights(t));
             if (step.expert_ids)
                 std::memcpy(step.expert_ids +
                                 (t * run.program.expert_layers + op.index) * run.program.top_k,

@@ -30,6 +30,7 @@ enum Kind : int64_t {
     SEE_ALL = 15,     // SeeAll
     NARROW = 16,      // Narrow
     SQUARES = 17,     // Squares
+    SHORT_CONV = 18,  // ShortConv
 };
 
 // A view of a buffer, one row per token: elements from `column` on, rows `stride` elements apart.
@@ -105,6 +106,17 @@ struct DeltaNet {
     Updates updates;  // of this layer; without pools for updates, none are saved or folded
 };
 
+// A causal convolution between two products by element: a row of x holds b, c and v of all
+// channels, and `out` is c * (bias + sum of taps * (b * v)). Strides of the pools are in elements.
+struct ShortConv {
+    View x, out;
+    int64_t channels, taps;
+    int64_t tail_stride, input_stride;  // between rows of the pools
+    const float *conv, *bias;           // [taps, channels]; [channels], or null
+    void* tails;                        // first row of this layer, [channels, taps - 1]
+    void* inputs;                       // of updates of this layer, [channels]; null without pools
+};
+
 // Normalises and rotates the heads of queries (in place) and keys (into their pages), and copies
 // values into their pages. A row of x holds queries, keys and values of all heads.
 struct Heads {
@@ -176,6 +188,9 @@ struct Experts {
     int64_t apart;        // 1: the results go to this rank's slot instead, [tokens, hidden]
     int64_t shared_site;  // of `shared_down`
     const int64_t *gate_up_sites, *down_sites;  // of every weight
+    int64_t sigmoid;    // 1: experts are chosen by sigmoids, see `choose_by_sigmoid`
+    const float* bias;  // [experts] of that choice, or null
+    double scale;       // of its weights
 
     bool has_shared() const { return shared_down.columns > 0; }
 };

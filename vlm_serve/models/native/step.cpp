@@ -8,6 +8,7 @@
 #include "ops_mixers.h"
 #include "ops_patches.h"
 #include "ops_rows.h"
+#include "short_conv.h"
 
 namespace vlm {
 
@@ -50,6 +51,8 @@ void perform(Run& run, const Op& op) {
             return perform<T>(run, *(const Narrow*)op.args);
         case SQUARES:
             return perform<T>(run, *(const Squares*)op.args);
+        case SHORT_CONV:
+            return perform<T>(run, *(const ShortConv*)op.args);
     }
 }
 

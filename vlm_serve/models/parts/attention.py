@@ -44,7 +44,8 @@ from vlm_serve.models.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Attention(Mixer):
     """Sizes. `gated`: the output is multiplied by the sigmoid of a gate, whose rows follow the
-    query's of each head in the checkpoint. `name` is the prefix of its tensors' names."""
+    query's of each head in the checkpoint. `name` is the prefix of its tensors' names; `norms` are
+    those of queries and of keys within it, `out` of the output projection."""
 
     heads: int
     kv_heads: int
@@ -52,6 +53,8 @@ class Attention(Mixer):
     gated: bool = True
     bias: bool = False
     name: str = "self_attn"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    out: str = "o_proj"
 
     @property
     def queries(self) -> int:
@@ -64,11 +67,12 @@ class Attention(Mixer):
         return self.kv_heads * self.head_dim
 
     def pools(self) -> tuple[Pool, ...]:
+        # Scales are those of int8: k scale, k zero, v scale, v zero of each token and head.
         # Few queries are memory-bound, and reading is faster if a head's tokens are contiguous.
         pages = (2, BLOCK_SIZE, self.kv_heads, self.head_dim)
         return (
-            Pool("kv", "block", pages, split=2, swapped=1),
-            Pool("kv_scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
+            Pool("kv", "kv", "block", pages, split=2, swapped=1),
+            Pool("kv_scales", "scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
         )
 
     def sums_bytes(self, tokens: int, slices: int, keys: int) -> int:
@@ -94,12 +98,12 @@ class Attention(Mixer):
                 *self._input(f"{name}.{{}}_proj.weight", (hidden,), ranks),
                 bias=self._input(f"{name}.{{}}_proj.bias", (), ranks) if self.bias else None,
             ),
-            q_norm=load_norm(source, f"{name}.q_norm", dim, norm),
-            k_norm=load_norm(source, f"{name}.k_norm", dim, norm),
+            q_norm=load_norm(source, f"{name}.{self.norms[0]}", dim, norm),
+            k_norm=load_norm(source, f"{name}.{self.norms[1]}", dim, norm),
             out_proj=OutputProjection.load(
                 source,
-                Part(f"{name}.o_proj.weight", (hidden, self.queries), least_bits=4),
-                Part(f"{name}.o_proj.bias", (hidden,)) if self.bias else None,
+                Part(f"{name}.{self.out}.weight", (hidden, self.queries), least_bits=4),
+                Part(f"{name}.{self.out}.bias", (hidden,)) if self.bias else None,
             ),
             eps=norm.eps,
         )

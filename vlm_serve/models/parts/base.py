@@ -29,10 +29,13 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The number of routed experts, and of those that each token uses."""
+    """The number of routed experts, and of those that each token uses. `sigmoids`: they are chosen
+    by sigmoids instead of a softmax; (whether the checkpoint has biases of that choice, the sum of
+    the weights)."""
 
     num_experts: int
     top_k: int
+    sigmoids: tuple[bool, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

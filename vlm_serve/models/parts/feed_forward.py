@@ -14,7 +14,7 @@ from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import Addends
+from vlm_serve.kernels.moe.reference import Addends, Sigmoids
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.parts.base import (
@@ -29,6 +29,8 @@ from vlm_serve.models.parts.base import (
 from vlm_serve.models.program import Program, UnsupportedError
 from vlm_serve.models.weights import Weights
 
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
 
 def stacked_experts(device: torch.device) -> bool:
     """Return True if kernels for a device take weights in one piece: those of all experts, and
@@ -38,10 +40,12 @@ def stacked_experts(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mlp(FeedForward):
-    """`down(silu(gate(x)) * up(x))`. `name` is the prefix of its tensors' names within a layer."""
+    """`down(silu(gate(x)) * up(x))`. `name` is the prefix of its tensors' names within a layer,
+    `parts` are those of gate, up and down within it."""
 
     size: int
     name: str = "mlp"
+    parts: tuple[str, str, str] = PARTS
 
     def columns_to_split(self) -> Mapping[str, int]:
         return {"columns of the feed-forward": self.size}
@@ -50,9 +54,9 @@ class Mlp(FeedForward):
         name, rows = f"{layer}.{self.name}", (source.ranks.share(self.size),)
         wide = (self.size, hidden)
         gate, up = (
-            Part(f"{name}.{part}_proj.weight", wide, rows, least_bits=4) for part in ("gate", "up")
+            Part(f"{name}.{part}.weight", wide, rows, least_bits=4) for part in self.parts[:2]
         )
-        down = Part(f"{name}.down_proj.weight", (hidden, self.size), least_bits=4)
+        down = Part(f"{name}.{self.parts[2]}.weight", (hidden, self.size), least_bits=4)
         if stacked_experts(source.device):
             inner, other = source.linear(gate, up), None
         else:
@@ -87,13 +91,15 @@ class LoadedMlp(LoadedFeedForward):
 @dataclass(frozen=True, slots=True)
 class Experts(FeedForward):
     """Experts of `size`, and a shared one of `shared`, 0 for none. `transposed`: checkpoints
-    store the routed experts' columns as rows."""
+    store the routed experts' columns as rows. `parts` are the names of an expert's gate, up and
+    down, where checkpoints hold them apart."""
 
     routed: Routing
     size: int
     shared: int
     transposed: bool = False
     name: str = "mlp"
+    parts: tuple[str, str, str] = PARTS
 
     @property
     def routing(self) -> Routing:
@@ -110,6 +116,12 @@ class Experts(FeedForward):
         if self.shared:
             router.append(Part(f"{name}.shared_expert_gate.weight", (1, hidden)))
             shared = Mlp(self.shared, "shared_expert").load(source, name, hidden)
+        sigmoids = None
+        if self.routing.sigmoids is not None:
+            biased, scale = self.routing.sigmoids
+            bias = f"{name}.expert_bias"
+            of_choice = source.tensor(bias, (count,), dtype=torch.float32) if biased else None
+            sigmoids = Sigmoids(of_choice, scale)
         stacked, shard = stacked_experts(source.device), shard_of_inputs(source)
         sites = (0, 0)
         if stacked:
@@ -125,6 +137,7 @@ class Experts(FeedForward):
             shared=shared,
             ranks=source.ranks,
             sites=sites,
+            sigmoids=sigmoids,
         )
 
     def _parts(self, source: Weights, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
@@ -145,12 +158,12 @@ class Experts(FeedForward):
             )
         return (
             [
-                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden), (share,), least_bits=4)
+                Part(f"{name}.{expert}.{part}.weight", (size, hidden), (share,), least_bits=4)
                 for expert in range(count)
-                for part in ("gate", "up")
+                for part in self.parts[:2]
             ],
             [
-                Part(f"{name}.{expert}.down_proj.weight", (hidden, size), least_bits=4)
+                Part(f"{name}.{expert}.{self.parts[2]}.weight", (hidden, size), least_bits=4)
                 for expert in range(count)
             ],
         )
@@ -170,7 +183,8 @@ def _apart(source: Weights, parts: list[Part], shard: Shard | None) -> tuple[Lin
 @dataclass(frozen=True, slots=True)
 class LoadedExperts(LoadedFeedForward):
     """Weights. `router` has one row per expert and a last row for the shared expert's gate, if
-    there is one; `gate_up`, `down` and `sites` are arguments of `routed_experts`."""
+    there is one; `gate_up`, `down` and `sites` are arguments of `routed_experts`, `sigmoids` is one
+    of `route`."""
 
     routing: Routing
     router: Linear
@@ -179,13 +193,14 @@ class LoadedExperts(LoadedFeedForward):
     shared: LoadedMlp | None
     ranks: Ranks
     sites: tuple[int, int]
+    sigmoids: Sigmoids | None
 
     def apply(
         self, x: Normed, residual: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         deterministic, count = step.deterministic, self.routing.num_experts
         scores = self.router(x.rows, deterministic=deterministic, changes=step.changes)
-        weights, ids = route(scores[:, :count], self.routing.top_k)
+        weights, ids = route(scores[:, :count], self.routing.top_k, self.sigmoids)
         gate = scores[:, count:]
         if self.ranks.shared:
             out = self._routed(x, weights, ids, step, None).float()
@@ -231,12 +246,16 @@ class LoadedExperts(LoadedFeedForward):
         program.check_whole(moe_intermediate_size=down[0].depth)
         scores = program.view("scores", self.router.columns, torch.float32)
         program.product(self.router, program.normed, scores, "SCORES")
-        shared: dict[str, object] = {}
+        more: dict[str, object] = {}
         if self.shared is not None:
             assert self.shared.up is not None, "on a CPU gate and up lie apart"
-            shared["shared"] = program.gated(self.shared.gate, self.shared.up)
-            shared["shared_down"] = program.weight(self.shared.down.weight)
-            shared["shared_site"] = self.shared.down.weight.site
+            more["shared"] = program.gated(self.shared.gate, self.shared.up)
+            more["shared_down"] = program.weight(self.shared.down.weight)
+            more["shared_site"] = self.shared.down.weight.site
+        if self.sigmoids is not None:
+            bias = self.sigmoids.bias
+            more["sigmoid"], more["scale"] = 1, self.sigmoids.scale
+            more["bias"] = None if bias is None else program.vector(bias)
         program.emit(
             "Experts",
             x=program.normed,
@@ -251,6 +270,6 @@ class LoadedExperts(LoadedFeedForward):
             down=program.weights(down),
             gate_up_sites=program.sites(gate_up),
             down_sites=program.sites(down),
-            **shared,
+            **more,
         )
         program.reduce()

@@ -71,13 +71,15 @@ class GatedDelta(Mixer):
         return self.value_heads * self.value_dim
 
     def pools(self) -> tuple[Pool, ...]:
+        # Tails are the oldest input first; what updates hold: see `Updates`.
+        matrices, values = (self.value_heads, self.key_dim, self.value_dim), self.value_dim
         return (
-            Pool("recurrent", "row", (self.value_heads, self.key_dim, self.value_dim), split=0),
-            Pool("conv", "row", (self.channels, self.taps - 1), split=0),
-            Pool("update_keys", "update", (self.key_heads, self.key_dim), split=0),
-            Pool("update_changes", "update", (self.value_heads, self.value_dim), split=0),
-            Pool("update_decays", "update", (self.value_heads,), split=0),
-            Pool("update_inputs", "update", (self.channels,), split=0),
+            Pool("recurrent", "state", "row", matrices, split=0),
+            Pool("conv", "inputs", "row", (self.channels, self.taps - 1), split=0),
+            Pool("update_keys", "exact", "update", (self.key_heads, self.key_dim), split=0),
+            Pool("update_changes", "exact", "update", (self.value_heads, values), split=0),
+            Pool("update_decays", "exact", "update", (self.value_heads,), split=0),
+            Pool("update_inputs", "inputs", "update", (self.channels,), split=0),
         )
 
     def heads_to_split(self) -> Mapping[str, int]:
