@@ -103,28 +103,51 @@ def test_a_decode_step_of_as_many_layers_as_a_published_model_has(
     assert sum(found.numbers) <= 1.5 * most, found
 
 
+def changed_sites(model: Model) -> int:
+    """Projections of the text model but for those of experts in one piece."""
+    return sum(
+        not is_vision(rows[0].module) and number not in model.modules.stacked
+        for number, (rows, _) in enumerate(model.modules.sites, 1)
+    )
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_adapters_take_a_launch_for_each_projection_of_a_few_rows(
     family: str, tmp_path: Path
 ) -> None:
-    """It computes u; the kernel of the product adds the change. With more rows there is one that
-    adds it, beside a product more."""
+    """It computes u; the kernel of the product adds the change. So does the fixed product. Where
+    the product of more rows is the library's, rows with an adapter have another one."""
     model = model_of(family, tmp_path)
-    text = [
-        rows
-        for number, (rows, _) in enumerate(model.modules.sites, 1)
-        if not is_vision(rows[0].module) and number not in model.modules.stacked
-    ]
+    sites = changed_sites(model)
     for rows in (1, MOST_ROWS, MOST_ROWS + 1):
-        plain, changed = (
-            count(model, "decode", rows, adapters=each)["step"][0] for each in (False, True)
-        )
-        few = rows <= MOST_ROWS
-        more = changed.minus(plain)
-        assert more.triton["_down_kernel"] == len(text), changed
-        assert more.triton["_up_kernel"] == (0 if few else len(text))
-        if few:
-            assert not more.torch and more.triton.total() == len(text)
+        for fixed in (False, True):
+            plain, changed = (
+                count(model, "decode", rows, adapters=each, deterministic=fixed)["step"][0]
+                for each in (False, True)
+            )
+            more, few = changed.minus(plain), rows <= MOST_ROWS
+            assert more.triton["_down_kernel"] == sites, changed
+            assert more.triton["_fixed_kernel"] == (0 if few or fixed else sites)
+            assert not more.triton["_up_kernel"]
+            assert changed.torch.total() == plain.torch.total(), changed
+
+
+def test_rows_with_adapters_in_a_crowd_of_a_model_as_large_as_a_published_one(
+    tmp_path: Path,
+) -> None:
+    spec = CheckpointSpec(num_layers=32, vision_depth=0)
+    model = load_model(make_checkpoint(tmp_path, spec), torch.bfloat16, "meta")
+    for fixed, most in ((False, 1.8), (True, 1.4)):
+        for rows in (MOST_ROWS + 1, 64):
+            plain, changed = (
+                sum(
+                    count(model, "decode", rows, adapters=each, deterministic=fixed)["step"][
+                        0
+                    ].numbers
+                )
+                for each in (False, True)
+            )
+            assert changed <= most * plain, (changed, plain)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
