@@ -54,6 +54,9 @@ class TorchDense(Linear):
             around = Around(plus=after.plus, overwrite=after.overwrite)
             return few_rows(x, self._weight, around)
         plus, by = after.plus, self._weight.T
+        if after.activation == "gelu_tanh" and self._bias is not None and x.device.type != "cpu":
+            # cuBLAS applies it to the sums, before they are rounded, in the product's launch.
+            return torch._addmm_activation(self._bias, x, by, use_gelu=True)
         if plus is None or self._bias is not None or x.device.type == "cpu":
             return followed(F.linear(x, self._weight, self._bias), after)
         # Rounded once. Out of place, torch copies `plus` first, in a launch of its own.

@@ -14,6 +14,7 @@ from launch_counts import PARTS, Kind, Launches, Operations, count
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
+from vlm_serve.kernels.triton_support import Target, record_launches
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.adapters.changes import is_vision
 from vlm_serve.models.parts.feed_forward import LoadedMlp
@@ -165,3 +166,18 @@ def test_quantised_weights_take_their_norm_apart_and_nothing_else(
         assert usual.triton["_few_rows_kernel"] == own.triton["_few_codes_kernel"] == 2
         assert own.triton["_rms_kernel"] == 1
         assert own.triton.total() == usual.triton.total() + 1 and own.torch == usual.torch
+
+
+def test_the_tower_of_a_megapixel(tmp_path: Path) -> None:
+    """As deep as the published ones. Rotation and activation took ten launches more a block."""
+    model = load_model(
+        make_checkpoint(tmp_path, CheckpointSpec(vision_depth=24)), torch.bfloat16, "meta"
+    )
+    patches = 4096
+    tower = model.fixed_tower(patches)
+    assert tower is not None
+    tiles = torch.zeros(patches // 64, 3, dtype=torch.int32, device="meta")
+    with record_launches(Target("cuda", 90)) as launches, Operations() as operations:
+        tower.run(patches, tiles)
+    assert not operations.hidden.total()
+    assert len(launches) + operations.counts.total() <= 260, (len(launches), operations.counts)
