@@ -23,6 +23,7 @@ from vlm_serve.engine.start import build as building
 from vlm_serve.engine.steps import step_tables, tier_copies
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
 from vlm_serve.engine.steps.local_executor import LocalExecutor
+from vlm_serve.engine.steps.pixel_copies import PixelCopies
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.step_tables import CudaGraphs, HostRing, Step
 from vlm_serve.engine.steps.tier_copies import CopyStream
@@ -193,6 +194,18 @@ class QueuedCopies(CopyStream):
             yield
 
 
+class QueuedPixels(PixelCopies):
+    """The real `PixelCopies`: values are looked up when all that a step waits for has come."""
+
+    def __init__(self, stream: QueuedCopies, device: FakeDevice, dtype: torch.dtype) -> None:
+        super().__init__(stream, _FIRST, dtype)
+        self._fake = device
+
+    def _values(self, pixels: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        self._fake.current.synchronize()
+        return super()._values(pixels, table)
+
+
 class QueuedExecutor(LocalExecutor):
     """An executor over a fake device: all that writes on the device is queued, and what is read
     back waits for it."""
@@ -212,6 +225,7 @@ class QueuedExecutor(LocalExecutor):
             vars(tower)["run"] = self._awaited(tower.run)
         self._transfer = TensorTransfer(caches, (QueuedCopies(device), QueuedCopies(device)))
         self.pages = self._transfer
+        self._pixels = QueuedPixels(QueuedCopies(device), device, model.dtype)
 
     def submit(self, plan: StepPlan) -> None:
         # The device has no kernel for folds that queues.

@@ -226,7 +226,12 @@ def _assemble(
         embeddings = EmbeddingTiers(tiers.stack, form, executor.embedding, executor.read_rows)
         preprocessor.keep_records(UploadTiers(tiers.stack))
     token_bytes = embedding_bytes(spec, types)
-    media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
+    media = MediaPlanner(
+        EmbeddingCache(EMBEDDING_CACHE_BYTES),
+        token_bytes,
+        embeddings,
+        coded=executor.takes_codes,
+    )
     preprocessor.know_embeddings(media.cache.__contains__)
     tokenizer = preprocessor.tokenizer
     limits = _scheduler_config(config, spec, source)

@@ -29,6 +29,7 @@ from vlm_serve.engine.start.sampling_memory import fullest_crowd
 from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.engine.steps.adapter_table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.steps.memory import StepMemory
+from vlm_serve.engine.steps.pixel_copies import sent_bytes
 from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.engine.steps.step_sizes import LARGEST, CapturedRows
 from vlm_serve.engine.steps.tier_copies import room_bytes
@@ -199,6 +200,8 @@ def measure_step_memory(
                 changed = max(min(few, LARGEST), captured.sequences, captured.draft_rows)
                 graphs += _peak(device, forward(changed, rows))
             media = _peak(device, _encode(model, span_tokens, adapter)) if span_tokens else 0
+            if (vision := model.spec.vision) is not None:
+                media += sent_bytes(span_tokens * vision.merge_size**2 * vision.patch_dim)
             patches = patch_sizes(model.spec, config)
             if with_graphs and patches:
                 # Graphs of the tower and of steps share what lies between inputs and results.

@@ -95,6 +95,7 @@ class LocalExecutor:
         self.steps_ahead = int(ahead)
         self._transfer = TensorTransfer(caches)
         self.pages: Transfer = self._transfer
+        self._pixels = self._transfer.pixels(model.dtype) if model.ranks.size == 1 else None
         self.model_seconds = 0.0
         self._model = model
         self._caches = caches
@@ -141,6 +142,11 @@ class LocalExecutor:
 
     def embedding(self, slot: int) -> torch.Tensor | None:
         return self._embeddings.get(slot)
+
+    @property
+    def takes_codes(self) -> bool:
+        """True if pixels may come as they are, with a table of values."""
+        return self._pixels is not None
 
     def read_rows(self, rows: torch.Tensor) -> Content | Arriving:
         """Return the content of a tensor that no step overwrites, for lower cache tiers."""
@@ -433,12 +439,19 @@ class LocalExecutor:
     def _embedded(self, encodes: Sequence[Encode]) -> list[torch.Tensor]:
         """Return the embeddings of spans, each with its adapter's tower."""
         embedded: dict[int, torch.Tensor] = {}
+        pixels = {encode.slot: self._sent(encode) for encode in encodes}
         for slot in dict.fromkeys(encode.adapter for encode in encodes):
             spans = [encode for encode in encodes if encode.adapter == slot]
-            pixels = torch.cat([encode.pixels for encode in spans])
-            rows = self._tower(pixels, spans, self._adapters.get(slot))
+            patches = torch.cat([pixels[encode.slot]() for encode in spans])
+            rows = self._tower(patches, spans, self._adapters.get(slot))
             embedded.update(zip((encode.slot for encode in spans), rows, strict=True))
         return [embedded[encode.slot] for encode in encodes]
+
+    def _sent(self, encode: Encode) -> Callable[[], torch.Tensor]:
+        """Send a span's pixels. Return a function that returns them when they are needed."""
+        if self._pixels is None:
+            return lambda: encode.pixels
+        return self._pixels.send(encode.pixels, encode.table)
 
     def _tower(
         self, pixels: torch.Tensor, spans: Sequence[Encode], changes: AdapterChanges | None

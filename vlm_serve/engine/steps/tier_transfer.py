@@ -10,6 +10,7 @@ import torch
 from vlm_serve.cache.tiers.entry import Arriving, Content, Entry, Kind
 from vlm_serve.engine.core.media_tiers import to_bytes
 from vlm_serve.engine.requests.plan import StepPlan
+from vlm_serve.engine.steps.pixel_copies import PixelCopies
 from vlm_serve.engine.steps.tier_copies import (
     Arrivals,
     CopyStream,
@@ -86,6 +87,13 @@ class TensorTransfer:
 
     def write_state(self, row: int, staged: Staged) -> None:
         self._write(("row", row), self._state(row), staged)
+
+    def pixels(self, dtype: torch.dtype) -> PixelCopies | None:
+        """Return what sends pixels to the device, in the stream of what is loaded; None for a
+        CPU."""
+        if self._streams is None:
+            return None
+        return PixelCopies(self._streams[1], self._caches.device, dtype)
 
     def wait_for(self, plan: StepPlan) -> None:
         """Let a step wait for what it uses of what is being loaded."""
