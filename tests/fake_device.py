@@ -10,6 +10,7 @@ device's own memory: `fake_graphs`.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,8 +43,9 @@ class Stream:
 
     def synchronize(self) -> None:
         """Run all that is queued here, and what it waits for."""
-        while self.queued and not self.device.working:
-            self.run_next()
+        with self.device.lock:
+            while self.queued and not self.device.working:
+                self.run_next()
 
     def wait_stream(self, other: Stream) -> None:
         """Let later work here wait for all that is queued there."""
@@ -78,8 +80,9 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._device.current
-        self._mark = _Mark(stream)
-        stream.queued.append(self._mark.reach)
+        with self._device.lock:
+            self._mark = _Mark(stream)
+            stream.queued.append(self._mark.reach)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let later work of a stream wait for this place."""
@@ -87,8 +90,9 @@ class Event:
             (stream or self._device.current).queued.append(self._mark)
 
     def synchronize(self) -> None:
-        if self._mark is not None and not self._device.working:
-            self._mark.stream.run_until(self._mark)
+        with self._device.lock:
+            if self._mark is not None and not self._device.working:
+                self._mark.stream.run_until(self._mark)
 
     def query(self) -> bool:
         return self._mark is None or self._mark.reached
@@ -109,6 +113,7 @@ class FakeDevice:
         captures: all captures, as they were asked for.
         capturing: the one in progress.
         memory: of what is computed here.
+        lock: held by the thread that queues or waits.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -119,22 +124,24 @@ class FakeDevice:
         self.captures: list[Capture] = []
         self.capturing: Capture | None = None
         self.memory = Memory()
+        self.lock = threading.RLock()
         self._queued = 0
         self._rng = random.Random(seed)
 
     def queue(self, work: Work) -> None:
         """Queue work in the current stream. What is called within other work is part of that."""
-        if self.working:
-            work()
-            return
 
         def run() -> None:
             self._queued -= 1
             work()
 
-        self._queued += 1
-        self.longest = max(self.longest, self._queued)
-        self.current.queued.append(run)
+        with self.lock:
+            if self.working:
+                work()
+                return
+            self._queued += 1
+            self.longest = max(self.longest, self._queued)
+            self.current.queued.append(run)
 
     def replay(self, work: Work) -> None:
         """Queue a graph's log."""
@@ -151,8 +158,9 @@ class FakeDevice:
 
     def synchronize(self, device: object = None) -> None:
         """Run all that is queued in any stream."""
-        while not self.working and (busy := [each for each in self.streams if each.queued]):
-            self._rng.choice(busy).run_next()
+        with self.lock:
+            while not self.working and (busy := [each for each in self.streams if each.queued]):
+                self._rng.choice(busy).run_next()
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
@@ -184,6 +192,8 @@ class Pinned(torch.Tensor):
         copies = func is torch.Tensor.copy_ and isinstance(args[1], Pinned)
         if copies and not isinstance(args[0], Pinned):
             return _copy(*args, **kwargs)
+        if func is torch.Tensor.copy_ and not copies and kwargs.get("non_blocking"):
+            return _copy_back(*args)
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         owner = next((each for each in args if isinstance(each, Pinned)), None)
         return _kept(result, owner)
@@ -212,6 +222,18 @@ def _copy(target: torch.Tensor, source: Pinned, non_blocking: bool = False) -> t
     device.queue(copy)
     if not non_blocking:
         device.current.synchronize()
+    return target
+
+
+def _copy_back(target: Pinned, source: torch.Tensor) -> torch.Tensor:
+    """Queue a copy of the device's memory to the host."""
+    plain = target.as_subclass(torch.Tensor)
+
+    def copy() -> None:
+        with torch.inference_mode():
+            plain.copy_(source)
+
+    target.device_of_copies.queue(copy)
     return target
 
 

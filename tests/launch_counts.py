@@ -93,7 +93,12 @@ def _is_new(result: Any, arguments: Any) -> bool:
 
 
 def count(
-    model: Model, kind: Kind, decodes: int = 4, *, adapters: bool = False
+    model: Model,
+    kind: Kind,
+    decodes: int = 4,
+    *,
+    adapters: bool = False,
+    deterministic: bool = False,
 ) -> dict[str, list[Launches]]:
     """Return the launches of a captured step: one entry under "step", and those of every layer's
     parts under the names of `PARTS`.
@@ -104,6 +109,7 @@ def count(
             sequence has three.
         decodes: sequences of a decode step.
         adapters: count a decode step of the set with adapters.
+        deterministic: see `ForwardBatch`.
     """
     caches, table = _pools(model, decodes), None
     device = _Counting()
@@ -115,7 +121,12 @@ def count(
         "drafts": StepSize(0, 1, DRAFTED),
         "prefill": StepSize(2, prompts=2, tokens=64),
     }[kind]
-    limits: StepLimits = {"block_size": BLOCK, "max_model_len": LONGEST, "device": device}
+    limits: StepLimits = {
+        "block_size": BLOCK,
+        "max_model_len": LONGEST,
+        "device": device,
+        "deterministic": deterministic,
+    }
     with record_launches(Target("cuda", 90)) as device.recorded:
         StepGraphs(model, caches, (size,), **limits, adapters=table)
     return {name: launches for name, launches in device.found.items() if launches}

@@ -18,15 +18,16 @@ from fake_device import Event, FakeDevice, FakeTorch, Pinned
 from step_graphs import with_graphs, with_kernels
 from triton_case import kernels
 
-from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine.requests.plan import DecodeRows, Slice, StepOutput, StepPlan
 from vlm_serve.engine.start import build as building
-from vlm_serve.engine.steps import step_tables
+from vlm_serve.engine.steps import step_tables, tier_copies
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
 from vlm_serve.engine.steps.local_executor import LocalExecutor
+from vlm_serve.engine.steps.pixel_copies import PixelCopies
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.step_tables import CudaGraphs, HostRing, Step
-from vlm_serve.engine.steps.tier_transfer import Staged, TensorTransfer
+from vlm_serve.engine.steps.tier_copies import CopyStream
+from vlm_serve.engine.steps.tier_transfer import TensorTransfer
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -158,29 +159,51 @@ class TorchDevice(QueuedDevice):
         return self._forward(found, caches)
 
 
-class QueuedTransfer(TensorTransfer):
-    """Reads behind all that is queued, and writes from pinned memory."""
+class QueuedCopies(CopyStream):
+    """The real `CopyStream` over a fake device."""
 
-    def __init__(self, caches: CacheTensors, device: FakeDevice) -> None:
-        super().__init__(caches)
-        self._device = device
+    def __init__(self, device: FakeDevice) -> None:
+        self._device, self._torch = device, FakeTorch(device)
+        with self._used():
+            super().__init__(_FIRST)
 
-    def read_kv(self, block: int, num_tokens: int) -> bytes:
-        self._device.synchronize()
-        return super().read_kv(block, num_tokens)
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        with self._used():
+            return super().host_memory(num_bytes)
 
-    def read_state(self, row: int) -> bytes:
-        self._device.synchronize()
-        return super().read_state(row)
+    def gather(self, target: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
+        self._device.queue(partial(CopyStream.gather, self, target, parts))
 
-    def stage(self, entry: Entry) -> Staged | None:
-        staged = super().stage(entry)
-        return None if staged is None else tuple(map(self._pinned, staged))
+    def save(self, target: torch.Tensor, source: torch.Tensor) -> Step:
+        with self._used():
+            return super().save(target, source)
 
-    def _pinned(self, part: torch.Tensor) -> torch.Tensor:
-        memory = self._device.pinned(part.nbytes)
-        memory[:] = part.flatten().view(torch.uint8)
-        return memory.view(part.dtype).view(part.shape)
+    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Step:
+        with self._used():
+            wait = super().load(targets, sources)
+
+        def used() -> None:
+            with self._used():
+                wait()
+
+        return used
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        with patch.object(tier_copies, "torch", self._torch):
+            yield
+
+
+class QueuedPixels(PixelCopies):
+    """The real `PixelCopies`: values are looked up when all that a step waits for has come."""
+
+    def __init__(self, stream: QueuedCopies, device: FakeDevice, dtype: torch.dtype) -> None:
+        super().__init__(stream, _FIRST, dtype)
+        self._fake = device
+
+    def _values(self, pixels: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        self._fake.current.synchronize()
+        return super()._values(pixels, table)
 
 
 class QueuedExecutor(LocalExecutor):
@@ -200,7 +223,9 @@ class QueuedExecutor(LocalExecutor):
         tower: TowerGraphs | None = options.get("tower_graphs")
         if tower is not None:
             vars(tower)["run"] = self._awaited(tower.run)
-        self.pages = QueuedTransfer(caches, device)
+        self._transfer = TensorTransfer(caches, (QueuedCopies(device), QueuedCopies(device)))
+        self.pages = self._transfer
+        self._pixels = QueuedPixels(QueuedCopies(device), device, model.dtype)
 
     def submit(self, plan: StepPlan) -> None:
         # The device has no kernel for folds that queues.

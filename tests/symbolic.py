@@ -83,6 +83,9 @@ class SymbolicMedia:
     def patches(self, patch: int) -> torch.Tensor:
         return torch.tensor(list(self.hashes[patch]))
 
+    def coded(self, patch: int) -> None:
+        """Say that a symbol has no pixels."""
+
 
 def make_prompt(
     segments: Iterable[tuple[int, ...] | SymbolicMedia],

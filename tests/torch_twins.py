@@ -21,7 +21,7 @@ from simulation import Simulation
 from step_graphs import SPECS
 from symbolic import SymbolicExecutor
 
-from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
+from vlm_serve.cache.tiers.entry import Arriving, Content, Entry, EntryId, Kind, here
 from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.step_graphs import StepGraphs
@@ -81,7 +81,7 @@ class TorchTwins(SymbolicExecutor):
     ) -> None:
         super().__init__(num_blocks, num_rows, block_size, rng, **options)
         self.steps = self.ahead = 0
-        self._saved: dict[tuple[bytes, ...], bytes] = {}
+        self._saved: dict[tuple[bytes, ...], list[Content | Arriving]] = {}
         models = [load_model(checkpoint, torch.float32, "cpu") for _ in range(2)]
         # The last row of the queued one's is for padding.
         self._pools = [
@@ -141,25 +141,30 @@ class TorchTwins(SymbolicExecutor):
 
     def read_kv(self, block: int, num_tokens: int) -> list[bytes]:
         digests = super().read_kv(block, num_tokens)
-        parts = {each.pages.read_kv(block, num_tokens) for each in self.both}
-        (self._saved[b"kv", *digests],) = parts
+        self._saved[b"kv", *digests] = [each.pages.read_kv(block, num_tokens) for each in self.both]
         return digests
 
     def read_state(self, row: int) -> bytes:
         digest = super().read_state(row)
-        (self._saved[b"row", digest],) = {each.pages.read_state(row) for each in self.both}
+        self._saved[b"row", digest] = [each.pages.read_state(row) for each in self.both]
         return digest
 
     def write_kv(self, block: int, digests: list[bytes]) -> None:
         super().write_kv(block, digests)
+        payload = self._arrived(b"kv", *digests)
         for each in self.both:
-            staged = _staged(each, Kind.KV, len(digests), self._saved[b"kv", *digests])
-            each.pages.write_kv(block, staged)
+            each.pages.write_kv(block, _staged(each, Kind.KV, len(digests), payload))
 
     def write_state(self, row: int, digest: bytes) -> None:
         super().write_state(row, digest)
+        payload = self._arrived(b"row", digest)
         for each in self.both:
-            each.pages.write_state(row, _staged(each, Kind.STATE, 1, self._saved[b"row", digest]))
+            each.pages.write_state(row, _staged(each, Kind.STATE, 1, payload))
+
+    def _arrived(self, *name: bytes) -> bytes:
+        """Wait for what both devices have read there, and compare it."""
+        (payload,) = {bytes(here(content)) for content in self._saved[name]}
+        return payload
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Run a plan on both devices, whatever the symbolic one does with it: a step that fails

@@ -38,6 +38,7 @@ from vlm_serve.kernels.paged_attention import (
     attention_prefill,
 )
 from vlm_serve.kernels.rope import Rotation, qk_norm_rope
+from vlm_serve.kernels.rope.halves import rotate_halves
 from vlm_serve.kernels.sampling import Found, Rows, sample_rows
 from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.kernels.state_copy import copy_rows
@@ -201,8 +202,11 @@ def _segments() -> Iterator[Case]:
     tiles = torch.zeros(BATCH, 3, dtype=torch.int32)
     for dtype, label in ((torch.bfloat16, "segments"), (torch.float32, "segments fp32")):
         for dim in (64, 72):
-            q, k, v = torch.empty(TOKENS, 3, 16, dim, dtype=dtype).unbind(1)
+            qkv = torch.empty(TOKENS, 3, 16, dim, dtype=dtype)
+            q, k, v = qkv.unbind(1)
             yield label, partial(segment_attention, q, k, v, tiles, scale=dim**-0.5)
+            turns = torch.empty(2, TOKENS, dim // 2)
+            yield f"{label}, rotation", partial(rotate_halves, qkv[:, :2], turns)
 
 
 def _sampling() -> None:

@@ -10,7 +10,8 @@ import torch
 from common.gpu_shapes import Shapes
 from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
-from vlm_serve.kernels.linear.low_rank import Sums, _extended, _reduced
+from vlm_serve.kernels.linear.fixed import fixed_product
+from vlm_serve.kernels.linear.low_rank import _reduced, extended
 from vlm_serve.kernels.linear.low_rank_factors import (
     RECORD,
     SPAN,
@@ -43,10 +44,13 @@ def changed(shapes: Shapes) -> Iterator[Case]:
         yield "low_rank", partial(_reduced, CPU, x, own, site)
         out = half(len(x), columns)
         for after in (Epilogue(), Epilogue(plus=out)):
-            sums = Sums(out.float(), site is many, after)
-            yield "low_rank", partial(_extended, CPU, out, sums, change)
-    x, weight = half(MOST_ROWS, shapes.hidden), half(columns, shapes.hidden)
-    change = _u(x, few)
+            yield "low_rank", partial(extended, CPU, out, out.float(), after, change)
+    x, weight = half(TOKENS, shapes.hidden), half(columns, shapes.hidden)
+    plus = half(TOKENS, columns)
+    own = partial(fixed_product, CPU, x, weight, change=_u(x, many))
+    yield "fixed changed", partial(own, after=Epilogue(plus=plus))
+    yield "fixed changed alone", partial(own, after=Epilogue("gelu_tanh"), into=plus)
+    x, change = half(MOST_ROWS, shapes.hidden), _u(x[:MOST_ROWS], few)
     for kind, around in (
         ("in", Around(norm, 1e-6, change=change)),
         ("gated", Around(norm, 1e-6, gated=True, change=change)),

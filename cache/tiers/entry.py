@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from blake3 import blake3
 
@@ -75,6 +75,24 @@ class Origin:
         return EntryId(kind, key, self.rank, self.world)
 
 
+Content = bytes | memoryview
+
+
+class Arriving(Protocol):
+    """Content that a device is still copying."""
+
+    def __len__(self) -> int: ...
+
+    def content(self) -> Content:
+        """Wait for it, on any thread, and return it."""
+        ...
+
+
+def here(source: Content | Arriving) -> Content:
+    """Return content; waits for it."""
+    return source if isinstance(source, Content) else source.content()
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One value.
@@ -85,20 +103,25 @@ class Entry:
             an upload, its media spans; of marks, the tails.
         exact: computed by prefill alone, on an exact prefix.
         layout: dtypes and shapes as text; the reader compares it with its own.
-        payload: the bytes.
+        source: the bytes, or what has them when they have arrived.
     """
 
     id: EntryId
     num_tokens: int
     exact: bool
     layout: str
-    payload: bytes
+    source: Content | Arriving
+
+    @property
+    def payload(self) -> Content:
+        """The bytes; waits for them."""
+        return here(self.source)
 
     @property
     def num_bytes(self) -> int:
         """Size with the header."""
         layout = len(self.layout.encode())
-        return _FIXED.size + layout + CHECKSUM_BYTES + len(self.payload)
+        return _FIXED.size + layout + CHECKSUM_BYTES + len(self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +129,7 @@ class Sealed:
     """An entry as stored: header (with the checksum of header and payload) and payload."""
 
     header: bytes
-    payload: bytes
+    payload: Content
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +177,7 @@ def _fixed_header(entry: Entry, origin: Origin, layout_bytes: int) -> bytes:
         origin.world,
         entry.num_tokens,
         layout_bytes,
-        len(entry.payload),
+        len(entry.source),
     )
 
 
@@ -187,7 +210,7 @@ def unseal(sealed: Sealed, entry_id: EntryId, origin: Origin) -> Entry:
     return Entry(entry_id, num_tokens, bool(exact), layout, payload)
 
 
-def _checksum(head: bytes, payload: bytes) -> bytes:
+def _checksum(head: bytes, payload: Content) -> bytes:
     digest = blake3(head)
     digest.update(payload)
     return digest.digest()

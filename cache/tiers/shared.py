@@ -267,7 +267,7 @@ class SharedStore:
         taken = {i: content for i, content in entries.items() if i not in large}
         for entry_id, sealed in taken.items():
             name, whole = self._keys.name(self._epoch, entry_id), most_inside(entry_id.kind)
-            inside = sealed.payload if whole else b""
+            inside = bytes(sealed.payload) if whole else b""
             manifest, digest = self._keys.pack(name, sealed.header, inside)
             manifests.append(("SET", name, manifest, "EX", self._lifetime))
             for index, piece in enumerate(() if whole else chunks(sealed.payload)):

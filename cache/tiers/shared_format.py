@@ -17,7 +17,15 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from vlm_serve.cache.tiers.entry import MAX_HEADER_BYTES, EntryId, Kind, Origin, Outline, outline
+from vlm_serve.cache.tiers.entry import (
+    MAX_HEADER_BYTES,
+    Content,
+    EntryId,
+    Kind,
+    Origin,
+    Outline,
+    outline,
+)
 
 PREFIX = b"vlm-serve:"
 CHUNK_BYTES = 8 << 20
@@ -138,7 +146,7 @@ def new_epoch() -> bytes:
     return secrets.token_bytes(EPOCH_BYTES)
 
 
-def chunks(payload: bytes) -> Iterator[memoryview]:
+def chunks(payload: Content) -> Iterator[memoryview]:
     """Yield a payload in pieces of CHUNK_BYTES, without copying it."""
     view = memoryview(payload)
     for start in range(0, len(payload), CHUNK_BYTES):

@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 from vlm_serve.cache.tiers.entry import (
     OF_PROMPTS,
     BadEntryError,
+    Content,
     Entry,
     EntryId,
     Origin,
     Sealed,
+    here,
     seal,
     unseal,
 )
@@ -152,6 +154,8 @@ class TierStack:
             self.counts["put"] += 1
             self._queue[entry.id] = entry
             self._queued += entry.num_bytes
+        if not isinstance(entry.source, Content):
+            self.submit(self._take_in(entry))
         self._schedule()
         if self.share is not None and entry.id.kind not in OF_PROMPTS:
             self.share(entry)
@@ -259,6 +263,10 @@ class TierStack:
         with self._changed:
             self._filed -= gone
         return entries
+
+    async def _take_in(self, entry: Entry) -> None:
+        """Read what a device copies as soon as it is there: its memory is needed again."""
+        here(entry.source)
 
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
         """Discard entries that are intact but do not have the expected content."""

@@ -8,20 +8,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from vlm_serve.cache.records import Node, Rows, Snapshot
-from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
+from vlm_serve.cache.tiers.entry import Arriving, Content, Entry, EntryId, Kind
 
 _EXPERT_TYPES = ("uint8", "int16", "uint16")
 
 
 class Transfer(Protocol):
     """Reads and writes of the pools happen on the engine's thread; `stage` on any. Staged values
-    are opaque to the tiers."""
+    are opaque to the tiers. What is read may still arrive while the block or row is used again."""
 
-    def read_kv(self, block: int, num_tokens: int) -> bytes:
+    def read_kv(self, block: int, num_tokens: int) -> Content | Arriving:
         """Return the first tokens of a block."""
         ...
 
-    def read_state(self, row: int) -> bytes: ...
+    def read_state(self, row: int) -> Content | Arriving: ...
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
         """Return the dtypes and shapes of `read_kv`'s and `read_state`'s results."""
@@ -46,19 +46,20 @@ def read_entry(transfer: Transfer, entry_id: EntryId, source: Node | Snapshot) -
     if isinstance(source, Snapshot):
         if source.node is None:
             return None
-        layout, payload = transfer.layout(Kind.STATE, 0), transfer.read_state(source.row)
-        return Entry(entry_id, source.position, source.exact, layout, payload)
+        layout, state = transfer.layout(Kind.STATE, 0), transfer.read_state(source.row)
+        return Entry(entry_id, source.position, source.exact, layout, state)
     if source.parent.children.get(source.key) is not source:
         return None
     count = source.num_tokens
+    content: Content | Arriving
     if entry_id.kind is Kind.EXPERTS:
         rows = source.experts
         if rows is None:
             return None
-        layout, payload = expert_layout(rows), rows.tobytes()
+        layout, content = expert_layout(rows), rows.tobytes()
     else:
-        layout, payload = transfer.layout(Kind.KV, count), transfer.read_kv(source.block.id, count)
-    return Entry(entry_id, count, source.exact, layout, payload)
+        layout, content = transfer.layout(Kind.KV, count), transfer.read_kv(source.block.id, count)
+    return Entry(entry_id, count, source.exact, layout, content)
 
 
 def expert_layout(rows: Rows) -> str:

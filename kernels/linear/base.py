@@ -281,12 +281,16 @@ class Linear(ABC):
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Compute a call with checked arguments."""
 
-    def with_sums(
-        self, x: torch.Tensor, after: Epilogue, deterministic: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute a call with checked arguments, and return the float32 `[T, N]` sums that its
-        results are rounded from too; None if the format has no such sums."""
-        return None
+    def with_change(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool, change: Reduced
+    ) -> torch.Tensor:
+        """Compute a call with checked arguments, whose rows have adapters, on a GPU: a change is
+        added to the float32 sums, before what follows and before they are rounded.
+
+        Raises:
+            KernelArgumentError: there are no such kernels for the format.
+        """
+        raise KernelArgumentError("changes", f"no kernel adds them to {type(self).__name__}")
 
     def gated(
         self,

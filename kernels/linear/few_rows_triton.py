@@ -9,7 +9,7 @@ So each weight is read once, by one program, and no sum is shared.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,8 +17,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
-from vlm_serve.kernels.linear.low_rank_factors import Reduced
-from vlm_serve.kernels.linear.low_rank_triton import few_changed, sizes_of
+from vlm_serve.kernels.linear.low_rank_triton import changes_of, few_changed, sizes_of
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch
 from vlm_serve.kernels.tuning import NARROW_BELOW, tuned
 
@@ -60,23 +59,18 @@ def _few_rows_kernel(
     weight,
     plus,
     out,
-    u,
-    records,
-    adapters,
+    changes,
     rows,
     x_stride,
     weight_stride,
     plus_stride,
     out_stride,
-    u_width,
-    record_stride,
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     PLUS: tl.constexpr,
-    CHANGED: tl.constexpr,
     LOW_RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -114,9 +108,8 @@ def _few_rows_kernel(
             below = own[None, :] + WIDTH * weight_stride
             part = tl.load(below + at[:, None], mask=inside, other=0.0)
             up = tl.dot(values.to(DOT), part.to(DOT), up, input_precision=PRECISION)
-    if CHANGED:
+    if changes is not None:
         # Before the norm's factor, which u has not had either.
-        changes = (u, records, adapters, u_width, record_stride)
         total = few_changed(total, changes, index, rows, columns, LOW_RANK, PRECISION)
         if GATED:
             up = few_changed(up, changes, index, rows, columns + WIDTH, LOW_RANK, PRECISION)
@@ -157,7 +150,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
         "weight": weight,
         "plus": x if plus is None else plus,
         "out": out,
-        **_change_arguments(change, x),
+        "changes": None if change is None else changes_of(change),
         "rows": rows,
         "x_stride": x.stride(0),
         "weight_stride": weight.stride(0),
@@ -169,7 +162,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
         "NORM": norm is not None,
         "GATED": gated,
         "PLUS": plus is not None,
-        "CHANGED": change is not None,
+        "LOW_RANK": (0, 0, 0) if change is None else sizes_of(change.u),
         "ROWS": ROWS,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
@@ -179,18 +172,3 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
     grid = (triton.cdiv(width, tile.columns),)
     launch(_few_rows_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
     return out
-
-
-def _change_arguments(change: Reduced | None, x: torch.Tensor) -> dict[str, Any]:
-    if change is None:
-        none = {"u": x, "records": x, "adapters": x}
-        return {**none, "u_width": 0, "record_stride": 0, "LOW_RANK": (0, 0, 0)}
-    u, (groups, records, _) = change
-    return {
-        "u": u,
-        "records": records,
-        "adapters": groups.adapters,
-        "u_width": u.shape[2],
-        "record_stride": records.stride(0),
-        "LOW_RANK": sizes_of(u),
-    }

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import ACTIVATIONS
 from vlm_serve.kernels.linear.base import Activation, Epilogue
+from vlm_serve.kernels.linear.low_rank_factors import Reduced, addition, changes_at
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
@@ -26,10 +27,19 @@ def _by_torch(
     bias: torch.Tensor | None = None,
     after: Epilogue = NOTHING,
     kind: torch.dtype | None = None,
+    change: Reduced | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `x @ weight.T + bias` and what follows it, `[T, N]`, in the dtype `kind` or that of
     x; x and weight have dense rows. On a CPU whole tiles of 16 rows keep bits (measured, float32
-    and bfloat16), and one column would take a GEMV path."""
+    and bfloat16), and one column would take a GEMV path.
+
+    `change` is added to the sums before they are rounded: without `into` an activation or a factor
+    may not follow. With `into`, `[T, N]`, only rows that have a change are computed, and written
+    there.
+    """
+    if change is not None:
+        return _changed_by_torch(x, weight, bias, after, change, into)
     rows, columns = len(x), len(weight)
     padded = max(1, -(-rows // MIN_ROWS)) * MIN_ROWS
     if columns == 1:
@@ -39,6 +49,23 @@ def _by_torch(
     bias = None if bias is None else bias.to(kind)
     out = F.linear(with_rows(x, padded).to(kind), weight.to(kind), bias)
     return followed(out, after.of(lambda part: with_rows(part, padded)))[:rows, :columns]
+
+
+def _changed_by_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    after: Epilogue,
+    change: Reduced,
+    into: torch.Tensor | None,
+) -> torch.Tensor:
+    sums = _by_torch(x, weight, bias, kind=torch.float32) + addition(change, len(weight))
+    out = followed(sums, after).to(x.dtype)
+    if into is None:
+        return out
+    for _, rows in changes_at(change.site):
+        into[rows] = out[rows]
+    return into
 
 
 fixed_product = Op(_by_torch, triton="vlm_serve.kernels.linear.fixed_triton:product")

@@ -12,16 +12,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
+from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedChanges
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
-from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product, with_rows
+from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product, followed, with_rows
 from vlm_serve.kernels.linear.low_rank_factors import (
     ExpertSites,
     Groups,
@@ -122,47 +121,25 @@ class AdapterChanges:
         return self._layout.address
 
 
-class Sums(NamedTuple):
-    """Products in float32 that changes are added to.
-
-    Attributes:
-        values: `[rows, N]`.
-        by_place: True if row i is that of `order[i]`; otherwise rows are the step's.
-        after: what follows the sum, for all rows of the step.
-    """
-
-    values: torch.Tensor
-    by_place: bool
-    after: Epilogue
-
-
-def _extended_by_torch(out: torch.Tensor, sums: Sums, change: Reduced) -> None:
-    groups, after = change.site.groups, sums.after
+def _extended_by_torch(
+    out: torch.Tensor, sums: torch.Tensor, after: Epilogue, change: Reduced
+) -> None:
+    """Write results of rows that have a change: their sums, float32 `[T, N]`, with the change, and
+    what follows."""
     added = addition(change, out.shape[1])
-    place_of = {row: place for place, row in enumerate(groups.order.tolist())}
     for _, rows in changes_at(change.site):
-        places = [place_of[row] for row in rows.tolist()] if sums.by_place else rows
-        total = sums.values[places].float() + added[rows]
-        out[rows] = _finished(total, after.of(itemgetter(rows))).to(out.dtype)
-
-
-def _finished(total: torch.Tensor, after: Epilogue) -> torch.Tensor:
-    """Return what follows sums in float32, in float32."""
-    if after.activation is not None:
-        total = ACTIVATIONS[after.activation](total)
-    if after.times is not None:
-        total = total * after.times
-    return total if after.plus is None else total + after.plus
+        total = sums[rows].float() + added[rows]
+        out[rows] = followed(total, after.of(itemgetter(rows))).to(out.dtype)
 
 
 _TRITON = "vlm_serve.kernels.linear.low_rank_triton"
 _reduced = Op(reduced_by_torch, triton=f"{_TRITON}:reduced")
-_extended = Op(_extended_by_torch, triton=f"{_TRITON}:extended")
+extended = Op(_extended_by_torch, triton=f"{_TRITON}:extended")
 
 
 def by_kernels(device: torch.device) -> bool:
     """Return True if kernels add the changes of rows on a device."""
-    return _extended.on_triton(device)
+    return extended.on_triton(device)
 
 
 def addition_of(change: LowRankChange, x: torch.Tensor, columns: int) -> torch.Tensor:
@@ -284,8 +261,8 @@ class RowChanges:
             first = columns.stop
             if by_kernels(x.device):
                 if (u := self.few(leaf.site, x)) is not None:
-                    sums = Sums(out[:, columns], False, Epilogue())
-                    _extended(x.device, sums.values, sums, u)
+                    own = out[:, columns]
+                    extended(x.device, own, own, Epilogue(), u)
                 continue
             for change, rows in self.groups(leaf.site, x.device):
                 if change is not None:
@@ -297,7 +274,9 @@ class RowChanges:
     ) -> torch.Tensor:
         """Compute a call of a projection of one format, with checked arguments."""
         if by_kernels(x.device):
-            return self._by_kernels(weight, x, after, deterministic)
+            u = _reduced(x.device, x, None, self.at(weight.site, x.device))
+            # Rows with an adapter may need `plus` once more.
+            return weight.with_change(x, after._replace(overwrite=False), deterministic, u)
         out = x.new_empty(x.shape[0], weight.columns)
         for change, place in self.groups(weight.site, x.device):
             mine = after.of(itemgetter(place))
@@ -306,17 +285,7 @@ class RowChanges:
                 continue
             wide = weight.partial(x[place], deterministic=True)
             wide = wide + addition_of(change, x[place], weight.columns)
-            out[place] = _finished(wide, mine).to(x.dtype)
-        return out
-
-    def _by_kernels(
-        self, weight: Linear, x: torch.Tensor, after: Epilogue, deterministic: bool
-    ) -> torch.Tensor:
-        after = after._replace(overwrite=False)  # Rows with an adapter need `plus` once more.
-        site = self.at(weight.site, x.device)
-        change = _reduced(x.device, x, None, site)
-        out, sums = _base(weight, x, after, deterministic, site.groups)
-        _extended(x.device, out, sums, change)
+            out[place] = followed(wide, mine).to(x.dtype)
         return out
 
     def gated(
@@ -344,25 +313,3 @@ class RowChanges:
             else:
                 out[place] = gate.gated(up, x[place], deterministic=deterministic)
         return out
-
-
-def _base(
-    weight: Linear, x: torch.Tensor, after: Epilogue, deterministic: bool, groups: Groups
-) -> tuple[torch.Tensor, Sums]:
-    """Return the base's results, and the sums of the rows with adapters."""
-    both = weight.with_sums(x, after, deterministic)
-    if both is not None:
-        return both[0], Sums(both[1], False, after)
-    changed, plain = groups.changed, groups.plain
-    if changed is None or plain is None:
-        # A captured step serves any rows. No library promises that a product's float32 sums
-        # round to the bits of its results in 16 bits, so both are computed.
-        out = weight._multiply(x, after, deterministic)
-        return out, Sums(weight.partial(x, deterministic=True), False, after)
-    if not len(changed):
-        return weight._multiply(x, after, deterministic), Sums(x[:0].float(), True, after)
-    out = x.new_empty(x.shape[0], weight.columns)
-    if len(plain):
-        plain_after = after.of(itemgetter(plain))
-        out[plain] = weight._multiply(x[plain], plain_after, deterministic)
-    return out, Sums(weight.partial(x[changed], deterministic=True), True, after)

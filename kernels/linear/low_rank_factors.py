@@ -183,14 +183,13 @@ class Groups:
         order: int32, see `Tiles`.
         bounds: int32 `[tiles, 3]`; a tile may be empty.
         adapters: int32 `[T]`, the number of each row's adapter, or -1.
-        changed, plain: int32, the rows with an adapter and those without, which may have some of
-            the others behind them; None if only the device knows them.
+        plain: int32, the rows without an adapter, which may have some of the others behind them;
+            None if only the device knows them.
     """
 
     order: torch.Tensor
     bounds: torch.Tensor
     adapters: torch.Tensor
-    changed: torch.Tensor | None = None
     plain: torch.Tensor | None = None
 
     @classmethod
@@ -217,8 +216,7 @@ class Groups:
             device,
         )
         bounds = tables["bounds"].view(-1, 3)
-        order = tables["order"]
-        return cls(order, bounds, tables["adapters"], order, tables["plain"])
+        return cls(tables["order"], bounds, tables["adapters"], tables["plain"])
 
 
 class Site(NamedTuple):

@@ -9,13 +9,13 @@ of float32. So a row's bits depend on the row and its own adapter.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.linear.low_rank import Sums
+from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.low_rank_factors import (
     HEAD,
     PART,
@@ -26,6 +26,7 @@ from vlm_serve.kernels.linear.low_rank_factors import (
     Site,
 )
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
+from vlm_serve.kernels.triton_views import rows as rows_of
 
 DEPTH = 64
 COLUMNS = 64
@@ -36,7 +37,26 @@ _PART = tl.constexpr(PART)
 # Numbers of `KINDS`.
 _FLOAT32 = tl.constexpr(0)
 _BFLOAT16 = tl.constexpr(1)
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+"""Numbers of activations in `finished`."""
+
+
+class Changes(NamedTuple):
+    """What kernels of rows in the order of a step add changes from.
+
+    Attributes:
+        u: float32 `[splits, rows, width]`.
+        records: of the adapters, see `records_of`.
+        adapters: int32, the number of each row's adapter, -1 for none.
+        width: elements of u.
+        record_stride: numbers from one record to the next.
+    """
+
+    u: torch.Tensor
+    records: torch.Tensor
+    adapters: torch.Tensor
+    width: int
+    record_stride: int
 
 
 @triton.jit
@@ -168,26 +188,96 @@ def few_changed(
 
     Args:
         total: float32 `[ROWS, COLUMNS]`.
-        changes: pointers to u, the records of adapters and the rows' adapters, -1 for none; the
-            elements of u, and the numbers from one record to the next.
+        changes: `Changes`.
         index: `[ROWS]`; rows count below `rows`.
         columns: adjacent ones.
         LOW_RANK: `sizes_of(u)`.
     """
-    u, records, adapters, width, record_stride = changes
     ROWS: tl.constexpr = index.shape[0]
-    of_rows = tl.load(adapters + index, mask=index < rows, other=-1)
+    of_rows = tl.load(changes.adapters + index, mask=index < rows, other=-1)
     for each in range(rows):
-        adapter = tl.load(adapters + each)
+        adapter = tl.load(changes.adapters + each)
         mine = of_rows == adapter
         # Once for all rows of an adapter.
         if (adapter >= 0) & (tl.min(tl.where(mine, index, ROWS), axis=0) == each):
-            record = records + adapter * record_stride
-            if tl.load(record + 2) > 0:
-                added = low_rank_change(
-                    record, u, index, mine, columns, rows, width, LOW_RANK, PRECISION
-                )
-                total = tl.where(mine[:, None], total + added, total)
+            total = _changed(
+                total, changes, adapter, mine, index, rows, columns, LOW_RANK, PRECISION
+            )
+    return total
+
+
+@triton.jit
+def tile_changed(
+    total,
+    changes,
+    of_rows,
+    row,
+    rows,
+    columns,
+    adapters,
+    LOW_RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return sums of a tile of many rows with the changes of their adapters; see `few_changed`.
+
+    Args:
+        of_rows: `[ROWS]`, the number of each row's adapter, below `adapters`, or -1.
+    """
+    for adapter in range(adapters):
+        mine = of_rows == adapter
+        if tl.max(mine.to(tl.int32), axis=0) > 0:
+            total = _changed(total, changes, adapter, mine, row, rows, columns, LOW_RANK, PRECISION)
+    return total
+
+
+@triton.jit
+def _changed(
+    total,
+    changes,
+    adapter,
+    mine,
+    row,
+    rows,
+    columns,
+    LOW_RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return sums with the change of one adapter, in the rows that have it."""
+    record = changes.records + adapter * changes.record_stride
+    if tl.load(record + 2) > 0:
+        added = low_rank_change(
+            record, changes.u, row, mine, columns, rows, changes.width, LOW_RANK, PRECISION
+        )
+        total = tl.where(mine[:, None], total + added, total)
+    return total
+
+
+@triton.jit
+def finished(total, times, plus, row, columns, mask, ACTIVATION: tl.constexpr):
+    """Return sums with what follows them, in float32.
+
+    Args:
+        total: float32 `[ROWS, COLUMNS]`.
+        times, plus: `Rows` or None.
+        row: int64 `[ROWS]`, in `times` and `plus`.
+        columns: int32 `[COLUMNS]`.
+        mask: `[ROWS, COLUMNS]`, of what counts.
+        ACTIVATION: a number of `ACTIVATIONS`.
+    """
+    if ACTIVATION == 1:
+        total = total / (1.0 + tl.exp(-total))
+    elif ACTIVATION == 2:
+        total = total * 0.5 * (1.0 + tl.erf(total * 0.7071067811865476))
+    elif ACTIVATION == 3:
+        bent = 0.7978845608028654 * (total + 0.044715 * total * total * total)
+        # 1 + tanh(bent)
+        total = total * 0.5 * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * bent)))
+    if times is not None:
+        places = times.at + (row * times.stride)[:, None] + columns[None, :]
+        total *= tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    if plus is not None:
+        places = plus.at + (row * plus.stride)[:, None] + columns[None, :]
+        total += tl.load(places, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
@@ -203,17 +293,10 @@ def _up_kernel(
     bounds,
     rows,
     width,
-    sums_stride,
-    times_stride,
-    plus_stride,
-    out_stride,
     record_stride,
     WIDE: tl.constexpr,
     LOW_RANK: tl.constexpr,
-    BY_PLACE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    TIMES: tl.constexpr,
-    PLUS: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -230,27 +313,11 @@ def _up_kernel(
             columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
             mask = real[:, None] & (columns < WIDE)[None, :]
             added = low_rank_change(record, u, row, real, columns, rows, width, LOW_RANK, PRECISION)
-            at = place.to(tl.int64) if BY_PLACE else row
-            total = tl.load(
-                sums + (at * sums_stride)[:, None] + columns[None, :], mask=mask, other=0.0
-            )
-            total += added
-            if ACTIVATION == 1:
-                total = total / (1.0 + tl.exp(-total))
-            elif ACTIVATION == 2:
-                total = total * 0.5 * (1.0 + tl.erf(total * 0.7071067811865476))
-            elif ACTIVATION == 3:
-                bent = 0.7978845608028654 * (total + 0.044715 * total * total * total)
-                # 1 + tanh(bent)
-                total = total * 0.5 * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * bent)))
-            if TIMES:
-                places = (row * times_stride)[:, None] + columns[None, :]
-                total *= tl.load(times + places, mask=mask, other=0.0).to(tl.float32)
-            if PLUS:
-                places = (row * plus_stride)[:, None] + columns[None, :]
-                total += tl.load(plus + places, mask=mask, other=0.0).to(tl.float32)
-            places = (row * out_stride)[:, None] + columns[None, :]
-            tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+            places = sums.at + (row * sums.stride)[:, None] + columns[None, :]
+            total = tl.load(places, mask=mask, other=0.0) + added
+            total = finished(total, times, plus, row, columns, mask, ACTIVATION)
+            places = out.at + (row * out.stride)[:, None] + columns[None, :]
+            tl.store(places, total.to(out.at.dtype.element_ty), mask=mask)
 
 
 def reduced(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> Reduced:
@@ -279,28 +346,19 @@ def reduced(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> Reduced:
     return Reduced(u, site)
 
 
-def extended(out: torch.Tensor, sums: Sums, change: Reduced) -> None:
-    values, by_place, after = sums
-    times, plus = after.times, after.plus
+def extended(out: torch.Tensor, sums: torch.Tensor, after: Epilogue, change: Reduced) -> None:
     arguments = {
-        "sums": values,
-        "times": out if times is None else times,
-        "plus": out if plus is None else plus,
-        "out": out,
+        "sums": rows_of(sums),
+        "times": None if after.times is None else rows_of(after.times),
+        "plus": None if after.plus is None else rows_of(after.plus),
+        "out": rows_of(out),
         "u": change.u,
         **_tables(change.site),
         "rows": change.u.shape[1],
         "width": change.u.shape[2],
-        "sums_stride": values.stride(0),
-        "times_stride": 0 if times is None else times.stride(0),
-        "plus_stride": 0 if plus is None else plus.stride(0),
-        "out_stride": out.stride(0),
         "WIDE": out.shape[1],
         "LOW_RANK": sizes_of(change.u),
-        "BY_PLACE": by_place,
-        "ACTIVATION": _ACTIVATIONS[after.activation],
-        "TIMES": times is not None,
-        "PLUS": plus is not None,
+        "ACTIVATION": ACTIVATIONS[after.activation],
         "TILE": TILE,
         "COLUMNS": COLUMNS,
         "PRECISION": current_target().dot_precision,
@@ -317,6 +375,12 @@ def _tables(site: Site) -> dict[str, Any]:
         "bounds": groups.bounds,
         "record_stride": records.stride(0),
     }
+
+
+def changes_of(change: Reduced) -> Changes:
+    """Return what kernels of rows in the order of a step take."""
+    u, (groups, records, _) = change
+    return Changes(u, records, groups.adapters, u.shape[2], records.stride(0))
 
 
 def sizes_of(u: torch.Tensor) -> tuple[int, int, int]:

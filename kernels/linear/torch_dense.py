@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
 from vlm_serve.kernels.linear.fixed import fixed_product, followed
+from vlm_serve.kernels.linear.low_rank_factors import Reduced
 from vlm_serve.kernels.norms import Normed
 
 
@@ -52,6 +54,9 @@ class TorchDense(Linear):
             around = Around(plus=after.plus, overwrite=after.overwrite)
             return few_rows(x, self._weight, around)
         plus, by = after.plus, self._weight.T
+        if after.activation == "gelu_tanh" and self._bias is not None and x.device.type != "cpu":
+            # cuBLAS applies it to the sums, before they are rounded, in the product's launch.
+            return torch._addmm_activation(self._bias, x, by, use_gelu=True)
         if plus is None or self._bias is not None or x.device.type == "cpu":
             return followed(F.linear(x, self._weight, self._bias), after)
         # Rounded once. Out of place, torch copies `plus` first, in a launch of its own.
@@ -84,6 +89,24 @@ class TorchDense(Linear):
         change = changes.few(self.site, x)
         around = Around(plus=after.plus, overwrite=after.overwrite, change=change)
         return few_rows(x, self._weight, around)
+
+    def with_change(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool, change: Reduced
+    ) -> torch.Tensor:
+        weight, bias, plain = self._weight, self._bias, change.site.groups.plain
+        if deterministic and after.activation is None and after.times is None:
+            # One product of all rows: without a change it is the one without adapters.
+            return fixed_product(x.device, x, weight, bias, after, change=change)
+        # No library promises that a product's float32 sums round to the bits of its results in 16
+        # bits. So rows without a change have the library's product, and the others have their own.
+        if plain is None:
+            out = self._multiply(x, after, deterministic)
+        else:
+            out = x.new_empty(len(x), self.columns)
+            if len(plain):
+                own = after.of(itemgetter(plain))
+                out[plain] = self._multiply(x[plain], own, deterministic)
+        return fixed_product(x.device, x, weight, bias, after, change=change, into=out)
 
     def _few(self, x: torch.Tensor) -> bool:
         """Return True if `few_rows` multiplies; decoders' projections have no bias."""

@@ -17,6 +17,8 @@ from vlm_serve.kernels.linear.base import CHUNK_BYTES, ChangedRows, Epilogue, Li
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.fixed import MIN_COLUMNS, fixed_product, followed
+from vlm_serve.kernels.linear.low_rank import extended
+from vlm_serve.kernels.linear.low_rank_factors import Reduced
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.norms import Normed
 
@@ -63,14 +65,16 @@ class TorchQuantised(Linear):
         kind = kind if after.plus is None else torch.float32
         return followed(self._of_many(x, kind, deterministic), after).to(x.dtype)
 
-    def with_sums(
-        self, x: torch.Tensor, after: Epilogue, deterministic: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_change(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool, change: Reduced
+    ) -> torch.Tensor:
         if self._few(x, deterministic):
             sums = self._of_few(x, Around(), torch.float32)
         else:
             sums = self._of_many(x, torch.float32, deterministic)
-        return followed(sums, after).to(x.dtype, copy=True), sums
+        out = followed(sums, after).to(x.dtype, copy=True)
+        extended(x.device, out, sums, after, change)
+        return out
 
     def _few(self, x: torch.Tensor, deterministic: bool) -> bool:
         """Return True if a kernel for so few rows multiplies; it has other tiles than others."""

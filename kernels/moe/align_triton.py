@@ -1,6 +1,8 @@
-"""Order of (token, expert) pairs by expert on a GPU, and its tiles, in one launch.
+"""Order of (token, expert) pairs by expert on a GPU, and its tiles.
 
-The grouped products of plain and quantised weights share these tiles.
+Few pairs take one launch. Many take two, of which a program counts and places a part.
+
+The grouped products of plain and quantised weights share the tiles.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -18,6 +20,12 @@ from vlm_serve.kernels.triton_support import launch, power_of_two
 CHUNK = 1024
 """Pairs that a program looks at together."""
 LEAST_BINS = 32
+FEW = 1024
+"""Most pairs that one launch sorts. Each of its programs looks at all pairs twice."""
+PART = 256
+"""Pairs that a program of the two launches counts, and places."""
+STEP = 16
+"""Of these, pairs placed at a time, and tiles."""
 
 
 @triton.jit
@@ -120,6 +128,66 @@ def _align_kernel(
             begin += tl.sum(here, axis=0)
 
 
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(
+    ids, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, PART: tl.constexpr
+):
+    """Count the pairs of each expert in a part."""
+    part = tl.program_id(0)
+    index = part * PART + tl.arange(0, PART)
+    chosen = tl.load(ids + index, mask=index < pairs, other=EXPERTS).to(tl.int32)
+    tl.store(counts + part * BINS + tl.arange(0, BINS), tl.histogram(chosen, BINS))
+
+
+@triton.jit(do_not_specialize=["pairs", "bound"])
+def _place_kernel(
+    ids,
+    plan,
+    counts,
+    pairs,
+    bound,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Place the pairs of a part, behind those of smaller experts and of parts before it, and some
+    tiles."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    bins, step = tl.arange(0, BINS), tl.arange(0, STEP)
+    total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for first in range(0, parts, STEP):
+        number = first + step
+        known = (number < parts)[:, None] & (bins < EXPERTS)[None, :]
+        own = tl.load(counts + number[:, None] * BINS + bins[None, :], mask=known, other=0)
+        total += tl.sum(own, axis=0)
+        before += tl.sum(tl.where((number < part)[:, None], own, 0), axis=0)
+    begin = tl.cumsum(total, axis=0) - total
+    tiles = tl.cdiv(total, ROWS)
+    last_tile = tl.cumsum(tiles, axis=0)
+    if part == 0:
+        tl.store(plan.ends + bins, begin + total, mask=bins < EXPERTS)
+    for first in range(part * STEP, bound, parts * STEP):
+        tile = first + step
+        passed = (last_tile[None, :] <= tile[:, None]) & (bins < EXPERTS)[None, :]
+        expert = tl.sum(passed.to(tl.int32), axis=1)
+        here = bins[None, :] == expert[:, None]
+        origin = tl.sum(tl.where(here, (begin - (last_tile - tiles) * ROWS)[None, :], 0), axis=1)
+        tl.store(plan.tile_expert + tile, tl.where(expert < EXPERTS, expert, -1), mask=tile < bound)
+        mask = (tile < bound) & (expert < EXPERTS)
+        tl.store(plan.tile_first + tile, origin + tile * ROWS, mask=mask)
+    following = begin + before
+    for first in range(part * PART, part * PART + PART, STEP):
+        index = first + step
+        chosen = tl.load(ids + index, mask=index < pairs, other=EXPERTS).to(tl.int32)
+        here = (chosen[:, None] == bins[None, :]).to(tl.int32)
+        places = following[None, :] + tl.cumsum(here, axis=0) - 1
+        place = tl.sum(tl.where(here > 0, places, 0), axis=1)
+        tl.store(plan.order + place, index, mask=index < pairs)
+        following += tl.sum(here, axis=0)
+
+
 def align(ids: torch.Tensor, experts: int, rows: int) -> TilePlan:
     """Sort pairs by expert, stably, and cut them into tiles of one expert each.
 
@@ -134,15 +202,15 @@ def align(ids: torch.Tensor, experts: int, rows: int) -> TilePlan:
     bound = triton.cdiv(pairs, rows) + min(experts, pairs)
     sizes = pairs, experts, bound, bound
     plan = TilePlan._make(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
-    arguments = {
-        "ids": ids.contiguous(),
-        "plan": plan,
-        "pairs": pairs,
-        "bound": bound,
-        "EXPERTS": experts,
-        "BINS": power_of_two(experts + 1, LEAST_BINS),
-        "ROWS": rows,
-        "CHUNK": CHUNK,
-    }
-    launch(_align_kernel, (experts,), arguments)
+    bins = power_of_two(experts + 1, LEAST_BINS)
+    arguments = {"ids": ids.contiguous(), "pairs": pairs, "EXPERTS": experts, "BINS": bins}
+    tiles = {"plan": plan, "bound": bound, "ROWS": rows}
+    if pairs <= FEW:
+        launch(_align_kernel, (experts,), {**arguments, **tiles, "CHUNK": CHUNK})
+        return plan
+    parts = triton.cdiv(pairs, PART)
+    counts = torch.empty(parts, bins, dtype=torch.int32, device=ids.device)
+    arguments |= {"counts": counts, "PART": PART}
+    launch(_count_kernel, (parts,), arguments)
+    launch(_place_kernel, (parts,), {**arguments, **tiles, "STEP": STEP}, num_warps=8)
     return plan

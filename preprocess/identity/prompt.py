@@ -97,6 +97,11 @@ class MediaItem(Protocol):
         """
         ...
 
+    def coded(self, patch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the same as uint8 pixels of that shape and a table, float32 `[channels, 256]`, of
+        what `patches` has for each value of a channel; None if there is no such table."""
+        ...
+
 
 SharedTokens = Callable[[Mapping[str, Any], Sequence[int]], int]
 """Returns the number of leading tokens that a prompt and its answer, a message with its tokens,

@@ -38,7 +38,13 @@ from vlm_serve.preprocess.media.limits import LostFramesError, MediaLimits
 from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.part_options import options_key
 from vlm_serve.preprocess.media.processing import MediaRecord, Processed
-from vlm_serve.preprocess.media.processors import PictureConfig, fingerprint, normalise, patchify
+from vlm_serve.preprocess.media.processors import (
+    PictureConfig,
+    fingerprint,
+    normalise,
+    patchify,
+    value_table,
+)
 from vlm_serve.preprocess.media.raw_index import (
     RawIndex,
     UploadRecords,
@@ -543,16 +549,27 @@ class LoadedMedia:
 
     def patches(self, patch: int) -> torch.Tensor:
         """See `MediaItem.patches`."""
-        assert 0 <= patch < len(self.record.hashes)
+        return self._cut(normalise(self._frames(patch), self._config))
+
+    def coded(self, patch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `MediaItem.coded`."""
+        table = value_table(self._config)
+        return None if table is None else (self._cut(self._frames(patch)), table)
+
+    def _cut(self, frames: torch.Tensor) -> torch.Tensor:
         count = self._config.temporal_patch_size
+        return patchify(frames.expand(count, -1, -1, -1), self._config)
+
+    def _frames(self, patch: int) -> torch.Tensor:
+        """Return the pixels of a span, decoded if need be."""
+        assert 0 <= patch < len(self.record.hashes)
         with self._lock:
             part = self._part(patch)
             if part is None:
                 self._load(Stop(), None)
                 part = self._part(patch)
         assert part is not None
-        frames = normalise(part.frames(patch, count), self._config)
-        return patchify(frames.expand(count, -1, -1, -1), self._config)
+        return part.frames(patch, self._config.temporal_patch_size)
 
     @property
     def num_bytes(self) -> int:

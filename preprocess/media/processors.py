@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,16 @@ def normalise(pixels: torch.Tensor, config: PictureConfig) -> torch.Tensor:
     mean = torch.tensor(config.mean) * scale
     std = torch.tensor(config.std) * scale
     return pixels.float().sub_(mean[:, None, None]).div_(std[:, None, None])
+
+
+@cache
+def value_table(config: PictureConfig) -> torch.Tensor | None:
+    """Return what `normalise` makes of each value of each channel, float32 `[3, 256]`; None unless
+    it rescales and normalises."""
+    if not (config.do_rescale and config.do_normalize):
+        return None
+    values = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    return normalise(values.expand(len(config.mean), -1, -1), config)[..., 0]
 
 
 def patchify(frames: torch.Tensor, config: PictureConfig) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_a_record_in_chunks_and_a_block_in_its_manifest_are_not_believed(
     with sides(server) as (first, second):
         first.share(*kv(9))
         (block,) = kv(1)
-        for each, inside in ((upload(1), b""), (block, block.payload)):
+        for each, inside in ((upload(1), b""), (block, bytes(block.payload))):
             (sealed,) = first.sealed(each).values()
             manifest, _ = first.keys.pack(first.name(each), sealed.header, inside)
             server.client.set(first.name(each), manifest)

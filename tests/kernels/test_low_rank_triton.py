@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from vlm_serve.kernels.linear import Joined, low_rank
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
-from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges, Sums, _extended, _reduced
+from vlm_serve.kernels.linear.fixed import fixed_product
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges, _reduced, extended
 from vlm_serve.kernels.linear.low_rank_factors import (
     MOST_PARTS,
     RECORD,
@@ -290,16 +292,23 @@ def test_torch_finds_the_factors_by_their_addresses(rows: int) -> None:
             around = Around(weight, 1e-6, gated=weight is not None, change=other)
             found = few_rows(x, dense._weight, around)
             assert_near(found, few_rows.__globals__["_by_torch"](x, dense._weight, around), 1e-4)
-    sums = x @ dense._weight.T
-    own = sums[changes.at(1, DEVICE).groups.order.long()]
-    change = _reduced.torch(x, None, site)
-    for values, by_place in ((sums, False), (own, True)):
-        after = Epilogue("silu", plus, plus)
-        out, wanted = sums.clone(), sums.clone()
-        _extended(DEVICE, out, Sums(values, by_place, after), change)
-        _extended.torch(wanted, Sums(values, by_place, after), change)
-        assert_near(out, wanted, 1e-4)
-        assert torch.equal(wanted[~changed], sums[~changed])
+    sums, change = x @ dense._weight.T, _reduced.torch(x, None, site)
+    after = Epilogue("silu", plus, plus)
+    out, wanted = sums.clone(), sums.clone()
+    extended(DEVICE, out, sums, after, change)
+    extended.torch(wanted, sums, after, change)
+    assert_near(out, wanted, 1e-4)
+    assert torch.equal(wanted[~changed], sums[~changed])
+    for activation, into in ((None, None), ("gelu", sums)):
+        after = Epilogue(activation, plus=plus)  # type: ignore[arg-type]
+        result, wanted = (
+            run(x, dense._weight, None, after, None, change, None if into is None else into.clone())
+            for run in (partial(fixed_product, DEVICE), fixed_product.torch)
+        )
+        assert_near(result, wanted, 1e-4)
+        if into is not None:
+            assert torch.equal(result[~changed], sums[~changed])
+            assert torch.equal(wanted[~changed], sums[~changed])
 
 
 def test_few_rows_are_at_most_eight() -> None:

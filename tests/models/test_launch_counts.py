@@ -14,6 +14,7 @@ from launch_counts import PARTS, Kind, Launches, Operations, count
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
+from vlm_serve.kernels.triton_support import Target, record_launches
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.adapters.changes import is_vision
 from vlm_serve.models.parts.feed_forward import LoadedMlp
@@ -103,28 +104,51 @@ def test_a_decode_step_of_as_many_layers_as_a_published_model_has(
     assert sum(found.numbers) <= 1.5 * most, found
 
 
+def changed_sites(model: Model) -> int:
+    """Projections of the text model but for those of experts in one piece."""
+    return sum(
+        not is_vision(rows[0].module) and number not in model.modules.stacked
+        for number, (rows, _) in enumerate(model.modules.sites, 1)
+    )
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_adapters_take_a_launch_for_each_projection_of_a_few_rows(
     family: str, tmp_path: Path
 ) -> None:
-    """It computes u; the kernel of the product adds the change. With more rows there is one that
-    adds it, beside a product more."""
+    """It computes u; the kernel of the product adds the change. So does the fixed product. Where
+    the product of more rows is the library's, rows with an adapter have another one."""
     model = model_of(family, tmp_path)
-    text = [
-        rows
-        for number, (rows, _) in enumerate(model.modules.sites, 1)
-        if not is_vision(rows[0].module) and number not in model.modules.stacked
-    ]
+    sites = changed_sites(model)
     for rows in (1, MOST_ROWS, MOST_ROWS + 1):
-        plain, changed = (
-            count(model, "decode", rows, adapters=each)["step"][0] for each in (False, True)
-        )
-        few = rows <= MOST_ROWS
-        more = changed.minus(plain)
-        assert more.triton["_down_kernel"] == len(text), changed
-        assert more.triton["_up_kernel"] == (0 if few else len(text))
-        if few:
-            assert not more.torch and more.triton.total() == len(text)
+        for fixed in (False, True):
+            plain, changed = (
+                count(model, "decode", rows, adapters=each, deterministic=fixed)["step"][0]
+                for each in (False, True)
+            )
+            more, few = changed.minus(plain), rows <= MOST_ROWS
+            assert more.triton["_down_kernel"] == sites, changed
+            assert more.triton["_fixed_kernel"] == (0 if few or fixed else sites)
+            assert not more.triton["_up_kernel"]
+            assert changed.torch.total() == plain.torch.total(), changed
+
+
+def test_rows_with_adapters_in_a_crowd_of_a_model_as_large_as_a_published_one(
+    tmp_path: Path,
+) -> None:
+    spec = CheckpointSpec(num_layers=32, vision_depth=0)
+    model = load_model(make_checkpoint(tmp_path, spec), torch.bfloat16, "meta")
+    for fixed, most in ((False, 1.8), (True, 1.4)):
+        for rows in (MOST_ROWS + 1, 64):
+            plain, changed = (
+                sum(
+                    count(model, "decode", rows, adapters=each, deterministic=fixed)["step"][
+                        0
+                    ].numbers
+                )
+                for each in (False, True)
+            )
+            assert changed <= most * plain, (changed, plain)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -142,3 +166,18 @@ def test_quantised_weights_take_their_norm_apart_and_nothing_else(
         assert usual.triton["_few_rows_kernel"] == own.triton["_few_codes_kernel"] == 2
         assert own.triton["_rms_kernel"] == 1
         assert own.triton.total() == usual.triton.total() + 1 and own.torch == usual.torch
+
+
+def test_the_tower_of_a_megapixel(tmp_path: Path) -> None:
+    """As deep as the published ones. Rotation and activation took ten launches more a block."""
+    model = load_model(
+        make_checkpoint(tmp_path, CheckpointSpec(vision_depth=24)), torch.bfloat16, "meta"
+    )
+    patches = 4096
+    tower = model.fixed_tower(patches)
+    assert tower is not None
+    tiles = torch.zeros(patches // 64, 3, dtype=torch.int32, device="meta")
+    with record_launches(Target("cuda", 90)) as launches, Operations() as operations:
+        tower.run(patches, tiles)
+    assert not operations.hidden.total()
+    assert len(launches) + operations.counts.total() <= 260, (len(launches), operations.counts)

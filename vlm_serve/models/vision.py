@@ -16,6 +16,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call, load
 from vlm_serve.kernels.native_records import LANES
+from vlm_serve.kernels.rope.halves import rotate_halves
 from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.models.compiled_step import StepChanges
 from vlm_serve.models.program import Program, UnsupportedError, View
@@ -195,13 +196,11 @@ class VisionTower:
     def _by_ops(
         self, x: torch.Tensor, turns: torch.Tensor, attention: Attend, how: Products
     ) -> torch.Tensor:
-        # [n, 1, 1, d]: the same angles for queries, keys and every head.
-        cos, sin = turns[:, :, None, None]
         features = []
         heads = self._config.heads
 
         def attend_turned(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attention(_rotate(qk, cos, sin), v)
+            return attention(rotate_halves(qk, turns), v)
 
         for index, block in enumerate(self._blocks):
             x = block.attention(x, heads, attend_turned, how)
@@ -314,13 +313,6 @@ class _Reader(TowerReader):
                 self.projection(f"{name}.mlp.linear_fc2", hidden, wide),
             ),
         )
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `[n, 2, heads, d]` in halves, in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(x.dtype)
 
 
 class CompiledTower:

@@ -213,7 +213,7 @@ def test_content_of_another_form_is_a_counted_miss(
             sealed = resealed(pipe, row, Kind.EMBEDDINGS, **changes[index % 3])
             write(folder, row[0], sealed)
         for row in uploads:
-            write(folder, row[0], resealed(pipe, row, Kind.UPLOAD, payload=row[3] + b"\0" * 8))
+            write(folder, row[0], resealed(pipe, row, Kind.UPLOAD, source=row[3] + b"\0" * 8))
     with opened(checkpoint, folder) as pipe:
         assert same(answer(pipe, MOVED), seen["moved"])
         counts = pipe.engine.stats()["tiers"]["counts"]
@@ -237,7 +237,7 @@ def test_a_record_that_lies_changes_no_answer(dense: Path, tmp_path: Path, lie: 
     wrong = replace(truth, hashes=(b"?" * 32,))
     if lie == "another size":
         wrong = replace(wrong, grid=(1, 4, 4))
-    sealed = resealed(pipe, row, Kind.UPLOAD, payload=pack_record(wrong))
+    sealed = resealed(pipe, row, Kind.UPLOAD, source=pack_record(wrong))
     write(tmp_path, row[0], sealed)
     for unconfirmed in (1, 0):
         with opened(dense, tmp_path) as pipe:

@@ -18,6 +18,7 @@ from parity import executor_of
 from vlm_serve.engine.start import step_memory
 from vlm_serve.engine.start.sampling_memory import crowd_of
 from vlm_serve.engine.start.step_memory import (
+    _with_rest,
     largest_span,
     measure_step_memory,
     partial_sums,
@@ -25,7 +26,9 @@ from vlm_serve.engine.start.step_memory import (
 )
 from vlm_serve.engine.steps import memory as sizes
 from vlm_serve.engine.steps.memory import StepMemory, default_cache_memory
+from vlm_serve.engine.steps.pixel_copies import sent_bytes
 from vlm_serve.engine.steps.step_sizes import CapturedRows
+from vlm_serve.engine.steps.tier_copies import room_bytes
 from vlm_serve.engine.steps.tower_graphs import patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.paged_attention import SUMS_BYTES
@@ -90,9 +93,27 @@ def test_the_largest_step_and_picture_of_every_family_run(
     kept += 2 * 4 * 8 * (4 + 9)
     # Steps and pictures share 8000 bytes, 4000 of which steps take; 5000 are the tower's own.
     kept += 9000 if tower else 0
-    sampling = 1000 * card.runs
-    assert found == StepMemory(1000, 3000 if spans else 0, 4000 + kept, sampling=sampling)
-    assert found.total == (7000 if spans else 5000) + kept + sampling
+    sampling, vision = 1000 * card.runs, model.spec.vision
+    media = 0
+    if vision is not None and spans:
+        media = 3000 + sent_bytes(spans * vision.merge_size**2 * vision.patch_dim)
+    assert found == StepMemory(1000, media, 4000 + kept, sampling=sampling)
+    assert found.total == max(media, 1000) + 4000 + kept + sampling
+
+
+def test_what_waits_for_its_copy_to_a_tier_counts(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, CheckpointSpec(vision_depth=0))
+    with Pipeline(checkpoint, CONFIG) as pipe:
+        model, types = executor_of(pipe.engine)._model, pipe.engine.arithmetic.types
+        options = pipe.engine.config
+    found = [
+        _with_rest(StepMemory(1, 2, 3), model, types, config, with_graphs=False)
+        for config in (options, replace(options, host_cache_memory=1 << 20))
+    ]
+    layout = model.spec.cache_layout()
+    largest = max(layout.num_bytes("row", types.pools), layout.num_bytes("block", types.pools, 16))
+    assert [each.tiers for each in found] == [0, room_bytes(largest)]
+    assert found[1].total == found[0].total + room_bytes(largest)
 
 
 def test_partial_sums_of_long_contexts_count(

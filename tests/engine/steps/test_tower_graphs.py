@@ -134,10 +134,9 @@ def test_a_run_asks_nothing_of_the_host(model: Model) -> None:
     tiles = torch.zeros(2, 3, dtype=torch.int32)
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches, HostFree():  # type: ignore[no-untyped-call]
         tower.run(SIZES[0], tiles)
-    assert [each.kernel.__name__ for each in launches] == [
-        "_segment_kernel"
-    ] * model.spec.vision.depth
-    assert {each.grid for each in launches} == {(2, tower.heads)}
+    names = [each.kernel.__name__ for each in launches]
+    assert names == ["_halves_kernel", "_segment_kernel"] * model.spec.vision.depth
+    assert {each.grid for each in launches} == {(SIZES[0], 2), (2, tower.heads)}
 
 
 def test_sizes(tmp_path: Path) -> None:

@@ -74,7 +74,20 @@ def patches(processed: Processed, config: PixelConfig) -> torch.Tensor:
         raise AssertionError
 
     item = LoadedMedia(processed.record, config, processed)
-    return torch.cat([item.patches(patch) for patch in range(item.grid[0])])
+    whole = torch.cat([item.patches(patch) for patch in range(item.grid[0])])
+    assert torch.equal(_looked_up(item), whole), "a table has the bits"
+    return whole
+
+
+def _looked_up(item: LoadedMedia) -> torch.Tensor:
+    """The same by bytes and a table of values."""
+    found = []
+    for patch in range(item.grid[0]):
+        coded = item.coded(patch)
+        assert coded is not None and coded[0].dtype == torch.uint8
+        places = coded[0].view(len(coded[0]), 3, -1).long()
+        found.append(coded[1][torch.arange(3)[:, None], places].flatten(1))
+    return torch.cat(found)
 
 
 def options_of(config: VideoConfig) -> VideoOptions:

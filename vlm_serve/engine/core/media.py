@@ -40,6 +40,7 @@ class MediaPlanner:
         cache: embeddings by key, with pins and a byte budget.
         bytes_per_token: bytes of one placeholder token's embedding.
         tiers: lower cache tiers for embeddings; None if there are no tiers.
+        coded: whether the executor takes pixels as they are, with a table of values.
 
     Attributes:
         counts: number of embeddings by source: "device", a tier's name, or "encoded".
@@ -49,9 +50,15 @@ class MediaPlanner:
     """
 
     def __init__(
-        self, cache: EmbeddingCache, bytes_per_token: int, tiers: EmbeddingTiers | None = None
+        self,
+        cache: EmbeddingCache,
+        bytes_per_token: int,
+        tiers: EmbeddingTiers | None = None,
+        *,
+        coded: bool = False,
     ) -> None:
         self.cache = cache
+        self._coded = coded
         self.tiers = tiers
         self.counts: Counter[str] = Counter()
         if tiers is not None:
@@ -169,9 +176,11 @@ class MediaPlanner:
 
     def _encode(self, sequence: Sequence, span: MediaSpan, key: bytes, slot: int) -> None:
         self._budget -= span.end - span.start
-        pixels = sequence.prompt.media[span.item].patches(span.patch)
+        item = sequence.prompt.media[span.item]
+        coded = item.coded(span.patch) if self._coded else None
+        pixels, table = coded or (item.patches(span.patch), None)
         adapter = sequence.adapter_slot
-        self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot, adapter))
+        self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot, adapter, table))
         sequence.group.encoded_spans.add(span.start)
         if self.tiers is not None and self.tiers.ahead and not sequence.request.cold:
             self._to_save.append((key, slot))

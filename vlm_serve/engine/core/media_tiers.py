@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
+from vlm_serve.cache.tiers.entry import Arriving, Content, Entry, EntryId, Kind
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import READ_LIMIT
 from vlm_serve.cache.tiers.store_calls import WaitBudget
@@ -85,6 +85,7 @@ class EmbeddingTiers:
         stack: the tiers.
         form: shape and type of the embeddings.
         read: returns the embedding in a slot, if there is one.
+        save: returns the content of an embedding that nobody overwrites.
 
     Attributes:
         ahead: True if embeddings are saved as soon as they are made, not only on eviction, because
@@ -94,12 +95,16 @@ class EmbeddingTiers:
     """
 
     def __init__(
-        self, stack: TierStack, form: EmbeddingForm, read: Callable[[int], torch.Tensor | None]
+        self,
+        stack: TierStack,
+        form: EmbeddingForm,
+        read: Callable[[int], torch.Tensor | None],
+        save: Callable[[torch.Tensor], Content | Arriving] = lambda rows: to_bytes((rows,)),
     ) -> None:
         self.ahead = stack.reaches_others
         self.starting: list[EmbeddingFetch] = []
         self.num_bytes = 0
-        self._stack, self._form, self._read = stack, form, read
+        self._stack, self._form, self._read, self._save = stack, form, read, save
         self._num_waiting = 0
         self._generation = 0
         self._requested: dict[int, set[bytes]] = {}
@@ -121,7 +126,7 @@ class EmbeddingTiers:
             rows = self._read(slot)
             if rows is not None:
                 layout = self._form.layout(len(rows))
-                self._stack.put(Entry(entry_id, len(rows), True, layout, to_bytes((rows,))))
+                self._stack.put(Entry(entry_id, len(rows), True, layout, self._save(rows)))
         except Exception:
             self._stack.counts["failed"] += 1
             _log.exception("an embedding could not be handed to the lower tiers")
@@ -283,7 +288,7 @@ class UploadTiers:
         entry = (await self._stack.get([entry_id])).get(entry_id)
         if entry is None or epoch != self._stack.epoch:
             return None
-        record = unpack_record(entry.payload) if entry.layout == LAYOUT else None
+        record = unpack_record(bytes(entry.payload)) if entry.layout == LAYOUT else None
         if record is None or len(record.hashes) != entry.num_tokens:
             await self._stack.discard_bad([entry_id])
             return None

@@ -37,8 +37,8 @@ DTYPES = {
 """Stored types by option value; int8 means unsigned codes with scales."""
 NUMERICS_VERSION = 7
 """Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
-TRITON_SUMS = 4
-"""Raised whenever the arithmetic of the Triton kernels changes, and that of no others."""
+TRITON_SUMS = 5
+"""Raised whenever the arithmetic on GPUs changes, and no other."""
 PLAIN_SUMS = 1
 """Raised whenever the arithmetic of the plain torch implementations changes, and that of no others;
 see `kernels/plain.py`."""

@@ -43,8 +43,9 @@ class SequenceInfo:
 class Encode:
     """A media span to run through the vision tower; its embedding is stored under `slot`.
 
-    `pixels` are those of `MediaItem.patches`, `grid` is (1, h, w) in patches, `merge_size` is the
-    number of patches per side that become one token. `adapter` is its request's slot of an adapter.
+    `pixels` are those of `MediaItem.patches`; with a `table`, both are those of `coded`. `grid` is
+    (1, h, w) in patches, `merge_size` is the number of patches per side that become one token.
+    `adapter` is its request's slot of an adapter.
     """
 
     pixels: torch.Tensor
@@ -52,6 +53,7 @@ class Encode:
     merge_size: int
     slot: int
     adapter: int = -1
+    table: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

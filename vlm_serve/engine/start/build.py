@@ -223,10 +223,15 @@ def _assemble(
     fetcher = tiers.fetcher if tiers is not None else None
     embeddings = None
     if tiers is not None and form is not None:
-        embeddings = EmbeddingTiers(tiers.stack, form, executor.embedding)
+        embeddings = EmbeddingTiers(tiers.stack, form, executor.embedding, executor.read_rows)
         preprocessor.keep_records(UploadTiers(tiers.stack))
     token_bytes = embedding_bytes(spec, types)
-    media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
+    media = MediaPlanner(
+        EmbeddingCache(EMBEDDING_CACHE_BYTES),
+        token_bytes,
+        embeddings,
+        coded=executor.takes_codes,
+    )
     preprocessor.know_embeddings(media.cache.__contains__)
     tokenizer = preprocessor.tokenizer
     limits = _scheduler_config(config, spec, source)

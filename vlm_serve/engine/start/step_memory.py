@@ -29,8 +29,10 @@ from vlm_serve.engine.start.sampling_memory import fullest_crowd
 from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.engine.steps.adapter_table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.steps.memory import StepMemory
+from vlm_serve.engine.steps.pixel_copies import sent_bytes
 from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.engine.steps.step_sizes import LARGEST, CapturedRows
+from vlm_serve.engine.steps.tier_copies import room_bytes
 from vlm_serve.engine.steps.tower_graphs import most_tiles, patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
@@ -41,7 +43,7 @@ from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model, ModelSpec
 from vlm_serve.models.adapters import Modules, place, read_adapter
 from vlm_serve.models.batch import ForwardBatch
-from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.cache_layout import CacheTensors, Unit
 from vlm_serve.models.weight_sizes import unread_model
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.media.processors import image_config
@@ -73,7 +75,7 @@ def try_steps(
         with_graphs=with_graphs,
     )
     warm_up(model, source.arithmetic.types, config)
-    return replace(memory, adapters=_adapter_bytes(model, config, with_graphs=with_graphs))
+    return _with_rest(memory, model, source.arithmetic.types, config, with_graphs=with_graphs)
 
 
 def planned_step_memory(
@@ -103,7 +105,21 @@ def planned_step_memory(
         )
     except KernelArgumentError:
         return None
-    return replace(memory, adapters=_adapter_bytes(unread, config, with_graphs=with_graphs))
+    return _with_rest(memory, unread, types, config, with_graphs=with_graphs)
+
+
+def _with_rest(
+    memory: StepMemory, model: Model, types: Types, config: EngineConfig, *, with_graphs: bool
+) -> StepMemory:
+    """Return the same with what adapters and lower tiers keep, which no step allocates."""
+    adapters, tiers = _adapter_bytes(model, config, with_graphs=with_graphs), 0
+    stores = config.host_cache_memory, config.disk_cache_path, config.shared_store
+    if config.enable_prefix_caching and any(stores):
+        layout = model.spec.cache_layout(mtp=model.drafts)
+        units: tuple[Unit, ...] = ("block", "row")
+        sizes = (layout.num_bytes(unit, types.pools, config.block_size or 0) for unit in units)
+        tiers = room_bytes(max(sizes))
+    return replace(memory, adapters=adapters, tiers=tiers)
 
 
 def _adapter_bytes(model: Model, config: EngineConfig, *, with_graphs: bool) -> int:
@@ -184,6 +200,8 @@ def measure_step_memory(
                 changed = max(min(few, LARGEST), captured.sequences, captured.draft_rows)
                 graphs += _peak(device, forward(changed, rows))
             media = _peak(device, _encode(model, span_tokens, adapter)) if span_tokens else 0
+            if (vision := model.spec.vision) is not None:
+                media += sent_bytes(span_tokens * vision.merge_size**2 * vision.patch_dim)
             patches = patch_sizes(model.spec, config)
             if with_graphs and patches:
                 # Graphs of the tower and of steps share what lies between inputs and results.

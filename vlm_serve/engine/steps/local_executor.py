@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vlm_serve.cache.experts import Rows
+from vlm_serve.cache.tiers.entry import Arriving, Content
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.core.executor import ExecutorLostError, RowsAfter, StepError
 from vlm_serve.engine.features.drafts.measuring import measure_passes, measure_plain, measure_rows
@@ -92,7 +93,9 @@ class LocalExecutor:
         max_num_seqs: int = FEWEST_SLOTS,
     ) -> None:
         self.steps_ahead = int(ahead)
-        self.pages: Transfer = TensorTransfer(caches)
+        self._transfer = TensorTransfer(caches)
+        self.pages: Transfer = self._transfer
+        self._pixels = self._transfer.pixels(model.dtype) if model.ranks.size == 1 else None
         self.model_seconds = 0.0
         self._model = model
         self._caches = caches
@@ -140,6 +143,15 @@ class LocalExecutor:
     def embedding(self, slot: int) -> torch.Tensor | None:
         return self._embeddings.get(slot)
 
+    @property
+    def takes_codes(self) -> bool:
+        """True if pixels may come as they are, with a table of values."""
+        return self._pixels is not None
+
+    def read_rows(self, rows: torch.Tensor) -> Content | Arriving:
+        """Return the content of a tensor that no step overwrites, for lower cache tiers."""
+        return self._transfer.read_rows(rows)
+
     def close(self) -> None:
         self._known.clear()
 
@@ -175,6 +187,7 @@ class LocalExecutor:
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Queue a step, or run it. Return a function that waits for its output."""
+        self._transfer.wait_for(plan)
         if plan.rows is not None:
             return self._begin_rows(plan.rows)
         computed = self._compute(plan)
@@ -310,6 +323,7 @@ class LocalExecutor:
     def follow(self, plan: StepPlan) -> None:
         """Compute a step whose tokens another rank samples. Raise whatever the model raises."""
         with self._guard():
+            self._transfer.wait_for(plan)
             if plan.rows is None:
                 self._compute(plan)
             else:
@@ -384,11 +398,9 @@ class LocalExecutor:
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         """Fill freed blocks and rows with NaN, so that a stale read shows in every result."""
-        caches = self._caches
-        for pools, freed in (
-            (caches.of_unit("block"), list(blocks)),
-            (caches.of_unit("row"), list(rows)),
-        ):
+        caches, blocks, rows = self._caches, list(blocks), list(rows)
+        self._transfer.wait_for_freed(blocks, rows)
+        for pools, freed in ((caches.of_unit("block"), blocks), (caches.of_unit("row"), rows)):
             for pool in pools:
                 if freed and pool.dtype.is_floating_point:
                     pool[freed] = float("nan")
@@ -427,12 +439,19 @@ class LocalExecutor:
     def _embedded(self, encodes: Sequence[Encode]) -> list[torch.Tensor]:
         """Return the embeddings of spans, each with its adapter's tower."""
         embedded: dict[int, torch.Tensor] = {}
+        pixels = {encode.slot: self._sent(encode) for encode in encodes}
         for slot in dict.fromkeys(encode.adapter for encode in encodes):
             spans = [encode for encode in encodes if encode.adapter == slot]
-            pixels = torch.cat([encode.pixels for encode in spans])
-            rows = self._tower(pixels, spans, self._adapters.get(slot))
+            patches = torch.cat([pixels[encode.slot]() for encode in spans])
+            rows = self._tower(patches, spans, self._adapters.get(slot))
             embedded.update(zip((encode.slot for encode in spans), rows, strict=True))
         return [embedded[encode.slot] for encode in encodes]
+
+    def _sent(self, encode: Encode) -> Callable[[], torch.Tensor]:
+        """Send a span's pixels. Return a function that returns them when they are needed."""
+        if self._pixels is None:
+            return lambda: encode.pixels
+        return self._pixels.send(encode.pixels, encode.table)
 
     def _tower(
         self, pixels: torch.Tensor, spans: Sequence[Encode], changes: AdapterChanges | None

@@ -75,6 +75,7 @@ class StepMemory:
         graphs: what captured steps keep.
         adapters: what the slots of adapters keep.
         sampling: beside the logits, of as many sequences as may run, with the counts of penalties.
+        tiers: what waits for its copy to lower cache tiers.
     """
 
     forward: int
@@ -82,15 +83,17 @@ class StepMemory:
     graphs: int
     adapters: int = 0
     sampling: int = 0
+    tiers: int = 0
 
     @property
     def total(self) -> int:
         """The tower and the language model run one after the other; the others keep theirs."""
-        return max(self.forward, self.vision) + self.graphs + self.adapters + self.sampling
+        others = self.graphs + self.adapters + self.sampling + self.tiers
+        return max(self.forward, self.vision) + others
 
     def __str__(self) -> str:
         parts = {"text": self.forward, "media": self.vision, "graphs": self.graphs}
-        parts |= {"adapters": self.adapters, "sampling": self.sampling}
+        parts |= {"adapters": self.adapters, "sampling": self.sampling, "tiers": self.tiers}
         return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
 
 

@@ -239,7 +239,7 @@ def test_a_step_with_adapters_asks_nothing_of_the_host(model: Model) -> None:
             with HostFree():  # type: ignore[no-untyped-call]
                 model.forward(batch, driver.caches)
         names = {each.kernel.__name__ for each in launches}
-        assert "_down_kernel" in names and ("_up_kernel" in names) == (size > 8)
+        assert "_down_kernel" in names and ("_fixed_kernel" in names) == (size > 8)
 
 
 def test_sizes_of_slots(model: Model) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from vlm_serve.cache.tiers.entry import Entry, Kind
+from vlm_serve.cache.tiers.entry import Entry, Kind, here
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.core.executor import ExecutorLostError, StepError
 from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
@@ -46,10 +46,11 @@ class RanksTransfer:
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
         others = self._read("read_kv", block, num_tokens)
-        return b"".join([self._local.read_kv(block, num_tokens), *others])
+        return b"".join([here(self._local.read_kv(block, num_tokens)), *others])
 
     def read_state(self, row: int) -> bytes:
-        return b"".join([self._local.read_state(row), *self._read("read_state", row)])
+        others = self._read("read_state", row)
+        return b"".join([here(self._local.read_state(row)), *others])
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
         return f"{self._size} ranks: {self._local.layout(kind, num_tokens)}"
@@ -66,7 +67,7 @@ class RanksTransfer:
         if rest:
             return None
         first, *others = (
-            replace(entry, layout=layout, payload=payload[rank * share : (rank + 1) * share])
+            replace(entry, layout=layout, source=payload[rank * share : (rank + 1) * share])
             for rank in range(self._size)
         )
         staged = self._local.stage(first)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vlm_serve.cache.tiers.entry import Entry
+from vlm_serve.cache.tiers.entry import Entry, here
 from vlm_serve.engine.requests.plan import SequenceInfo, StepPlan
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.ranks.task import Pools, RankTask
@@ -71,10 +71,10 @@ class Worker:
             self.executor.measure(most_sequences=most_sequences, most_tokens=most_tokens)
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        return self.executor.pages.read_kv(block, num_tokens)
+        return bytes(here(self.executor.pages.read_kv(block, num_tokens)))
 
     def read_state(self, row: int) -> bytes:
-        return self.executor.pages.read_state(row)
+        return bytes(here(self.executor.pages.read_state(row)))
 
     def write_kv(self, block: int, entry: Entry) -> None:
         self.executor.pages.write_kv(block, self.executor.pages.stage(entry))
