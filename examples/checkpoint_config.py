@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpoint_minicpm import vision_fields
+import checkpoint_minicpm
+import checkpoint_qwen2
 from checkpoint_spec import CheckpointSpec
 
 
 def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return config.json of the language model; for text-only checkpoints the whole file."""
-    alone = spec.family in ("qwen3_next", "qwen3")
+    alone = spec.family in ("qwen3_next", "qwen3", "qwen2")
     kind = spec.model_type if alone else f"{spec.model_type}_text"
     if spec.sliced:
         kind = "qwen3_5_text"
@@ -22,7 +23,7 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.attention_heads,
         "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
+        **({} if spec.older else {"head_dim": spec.head_dim}),
         "hidden_act": "silu",
         "max_position_embeddings": spec.max_position_embeddings,
         "rms_norm_eps": 1e-6,
@@ -40,8 +41,15 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
     """Return the rotary settings, placed and named as in each family's published files."""
     if spec.family == "qwen3_next":
         return {"rope_theta": spec.rope_theta, "rope_scaling": None, "partial_rotary_factor": 0.25}
-    if spec.family == "qwen3":
+    if spec.family in ("qwen3", "qwen2"):
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}
+    if spec.older:
+        half = spec.head_dim // 2
+        sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
+        return {
+            "rope_theta": spec.rope_theta,
+            "rope_scaling": {"type": "mrope", "mrope_section": sections},
+        }
     half = spec.head_dim // (2 if spec.family == "qwen3_vl" else 8)
     kind = {
         "rope_type": "default",
@@ -96,14 +104,17 @@ def _dense(spec: CheckpointSpec) -> dict[str, Any]:
 
 def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a checkpoint with a vision tower, without the token ids."""
-    return {
+    whole: dict[str, Any] = {
         "architectures": [f"{spec.architecture}ForConditionalGeneration"],
         "model_type": spec.model_type,
         "dtype": spec.dtype,
         "tie_word_embeddings": spec.tied_embeddings,
-        "text_config": text,
-        **(vision_fields(spec) if spec.sliced else {"vision_config": _vision(spec)}),
     }
+    if spec.older:  # Published files have the fields of the language model beside the tower's.
+        return text | whole | {"vision_config": checkpoint_qwen2.vision_fields(spec)}
+    if spec.sliced:
+        return whole | {"text_config": text, **checkpoint_minicpm.vision_fields(spec)}
+    return whole | {"text_config": text, "vision_config": _vision(spec)}
 
 
 def _vision(spec: CheckpointSpec) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     python examples/make_checkpoint.py /tmp/tiny-vl --family qwen3_vl
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
     python examples/make_checkpoint.py /tmp/tiny-qwen3 --family qwen3
+    python examples/make_checkpoint.py /tmp/tiny-qwen25-vl --family qwen2_5_vl
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
     python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
 
@@ -20,6 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import checkpoint_qwen2
 import torch
 from checkpoint_config import full_config, text_config
 from checkpoint_minicpm import NAMED_TOKENS, token_ids, write_processors
@@ -75,7 +77,10 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
         write_processors(path, spec)
         config = full_config(spec, config) | token_ids(spec, tokenizer)
     elif spec.vision_depth:
-        write_processor_files(path, _media_shape(spec))
+        if spec.older:
+            checkpoint_qwen2.write_processors(path, spec)
+        else:
+            write_processor_files(path, _media_shape(spec))
         config = full_config(spec, config) | media_token_ids(tokenizer)
     weights: Mapping[str, torch.Tensor] = _Drawn(spec)
     if spec.quantization:
@@ -91,7 +96,8 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
 def _processor(spec: CheckpointSpec) -> str | None:
     if not spec.vision_depth:
         return None
-    return f"{spec.architecture}Processor" if spec.sliced else "Qwen3VLProcessor"
+    named = spec.sliced or spec.older
+    return f"{spec.architecture}Processor" if named else "Qwen3VLProcessor"
 
 
 def _media_shape(spec: CheckpointSpec) -> MediaShape:

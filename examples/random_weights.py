@@ -6,8 +6,9 @@ import math
 import zlib
 from collections.abc import Iterator
 
+import checkpoint_minicpm
+import checkpoint_qwen2
 import torch
-from checkpoint_minicpm import vision_entries
 from checkpoint_spec import CheckpointSpec
 
 Entry = tuple[str, tuple[int, ...], str]
@@ -16,7 +17,7 @@ Entry = tuple[str, tuple[int, ...], str]
 
 def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     """Yield every weight of the checkpoint in module order."""
-    prefix = "model.language_model" if spec.vision_depth else "model"
+    prefix = "model.language_model" if spec.vision_depth and not spec.older else "model"
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
     yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), embedding
@@ -32,7 +33,7 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
         yield f"{layer}.post_attention_layernorm.weight", (hidden,), norm
     yield f"{prefix}.norm.weight", (hidden,), norm
     if spec.vision_depth:
-        yield from vision_entries(spec) if spec.sliced else _vision(spec)
+        yield from _tower(spec)
     if spec.mtp:
         yield from _predictor(spec)
     if not spec.tied_embeddings:
@@ -62,6 +63,10 @@ def _attention(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
     yield f"{layer}.self_attn.k_proj.weight", (key, hidden), "linear"
     yield f"{layer}.self_attn.v_proj.weight", (key, hidden), "linear"
     yield f"{layer}.self_attn.o_proj.weight", (hidden, query), "linear"
+    if spec.older:
+        for name, rows in (("q", query), ("k", key), ("v", key)):
+            yield f"{layer}.self_attn.{name}_proj.bias", (rows,), "bias"
+        return
     for name in ("q_norm", "k_norm"):
         rule = "sharp_norm" if plain else "sharp_centred_norm"
         yield f"{layer}.self_attn.{name}.weight", (dim,), rule
@@ -103,6 +108,12 @@ def _predictor(spec: CheckpointSpec) -> Iterator[Entry]:
     norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
     for name in (*norms, *(f"mtp.{each}" for each in names)):
         yield f"{name}.weight", (hidden,), "centred_norm"
+
+
+def _tower(spec: CheckpointSpec) -> Iterator[Entry]:
+    if spec.older:
+        return checkpoint_qwen2.vision_entries(spec)
+    return checkpoint_minicpm.vision_entries(spec) if spec.sliced else _vision(spec)
 
 
 def _vision(spec: CheckpointSpec) -> Iterator[Entry]:

@@ -201,7 +201,7 @@ class VisionTower:
         heads = self._config.heads
 
         def attend_turned(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attention(_rotate(qk, cos, sin), v)
+            return attention(rotate(qk, cos, sin), v)
 
         for index, block in enumerate(self._blocks):
             x = block.attention(x, heads, attend_turned, how)
@@ -316,7 +316,7 @@ class _Reader(TowerReader):
         )
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate `[n, 2, heads, d]` in halves, in float32."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -465,6 +465,7 @@ class CompiledTower:
     def _add_norm(self, norm: Affine, x: View, width: int) -> None:
         program = self._program
         program.check_whole(width=width)
+        assert norm.bias is not None, "a layer norm"
         factors, offsets = program.vector(norm.weight), program.vector(norm.bias)
         out = View(program.normed.buffer, 0, x.stride)
         program.emit(

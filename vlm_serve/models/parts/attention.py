@@ -44,13 +44,17 @@ from vlm_serve.models.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Attention(Mixer):
     """Sizes. `gated`: the output is multiplied by the sigmoid of a gate, whose rows follow the
-    query's of each head in the checkpoint. `name` is the prefix of its tensors' names."""
+    query's of each head in the checkpoint. `bias`: of queries, keys and values; `out_bias`: of the
+    output. `norms`: heads of queries and keys have norms. `name` is the prefix of its tensors'
+    names."""
 
     heads: int
     kv_heads: int
     head_dim: int
     gated: bool = True
     bias: bool = False
+    out_bias: bool = False
+    norms: bool = True
     name: str = "self_attn"
 
     @property
@@ -94,12 +98,12 @@ class Attention(Mixer):
                 *self._input(f"{name}.{{}}_proj.weight", (hidden,), ranks),
                 bias=self._input(f"{name}.{{}}_proj.bias", (), ranks) if self.bias else None,
             ),
-            q_norm=load_norm(source, f"{name}.q_norm", dim, norm),
-            k_norm=load_norm(source, f"{name}.k_norm", dim, norm),
+            q_norm=load_norm(source, f"{name}.q_norm", dim, norm) if self.norms else None,
+            k_norm=load_norm(source, f"{name}.k_norm", dim, norm) if self.norms else None,
             out_proj=OutputProjection.load(
                 source,
                 Part(f"{name}.o_proj.weight", (hidden, self.queries), least_bits=4),
-                Part(f"{name}.o_proj.bias", (hidden,)) if self.bias else None,
+                Part(f"{name}.o_proj.bias", (hidden,)) if self.out_bias else None,
             ),
             eps=norm.eps,
         )
@@ -127,8 +131,8 @@ class LoadedAttention(LoadedMixer):
 
     sizes: Attention
     in_proj: Linear
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     out_proj: OutputProjection
     eps: float
 
