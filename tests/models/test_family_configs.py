@@ -156,7 +156,7 @@ def test_vision_models_of_qwen2() -> None:
         ({"head_dim": 32}, {}, "head_dim 32 is not supported, only 16"),
         ({"use_sliding_window": True}, {}, "use_sliding_window True is not supported"),
         ({"rope_scaling": {"mrope_section": [2, 2, 2]}}, {}, r"mrope_section \[2, 2, 2\] does not"),
-        ({}, {"window_size": 8}, "window_size 8 is less than a token"),
+        ({}, {"window_size": 40}, "window_size 40 is no multiple of a token's 16 pixels"),
         ({}, {"fullatt_block_indexes": 2}, "fullatt_block_indexes must be a list of layers"),
         ({}, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
         ({}, {"in_chans": 4}, "in_chans 4 is not supported, only 3"),

@@ -105,10 +105,10 @@ def _windowed(outer: Config) -> RotaryVisionSpec:
     """Return the tower of Qwen2.5-VL."""
     config = outer.section("vision_config")
     config.expect("hidden_act", "silu")
-    pixels = config.size("spatial_merge_size") * config.size("patch_size")
-    window, whole = config.size("window_size") // pixels, config.given("fullatt_block_indexes")
-    if not window:
-        raise CheckpointError(f"window_size {config.size('window_size')} is less than a token")
+    pixels, size = config.size("spatial_merge_size") * config.size("patch_size"), "window_size"
+    window, whole = config.size(size), config.given("fullatt_block_indexes")
+    if window % pixels:
+        raise CheckpointError(f"{size} {window} is no multiple of a token's {pixels} pixels")
     if not isinstance(whole, list | tuple) or not all(type(index) is int for index in whole):
         raise CheckpointError(f"fullatt_block_indexes must be a list of layers, not {whole!r}")
     return _tower(
@@ -117,7 +117,7 @@ def _windowed(outer: Config) -> RotaryVisionSpec:
         hidden_size=config.size("hidden_size"),
         intermediate_size=config.size("intermediate_size"),
         gated=True,
-        window=window,
+        window=window // pixels,
         whole=frozenset(whole),
     )
 
