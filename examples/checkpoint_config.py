@@ -13,6 +13,8 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return config.json of the language model; for text-only checkpoints the whole file."""
     alone = spec.family in ("qwen3_next", "qwen3", "qwen2")
     kind = spec.model_type if alone else f"{spec.model_type}_text"
+    if spec.family == "cosmos3_omni":
+        kind = "qwen3_vl_text"
     if spec.sliced:
         kind = "qwen3_5_text"
     config: dict[str, Any] = {
@@ -50,13 +52,13 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
             "rope_theta": spec.rope_theta,
             "rope_scaling": {"type": "mrope", "mrope_section": sections},
         }
-    half = spec.head_dim // (2 if spec.family == "qwen3_vl" else 8)
+    half = spec.head_dim // (2 if spec.kin == "qwen3_vl" else 8)
     kind = {
         "rope_type": "default",
         "mrope_section": [(half + 2) // 3, (half + 1) // 3, half // 3],
         "mrope_interleaved": True,
     }
-    if spec.family == "qwen3_vl":
+    if spec.kin == "qwen3_vl":
         return {"rope_theta": spec.rope_theta, "rope_scaling": kind}
     share = {"rope_theta": spec.rope_theta, "partial_rotary_factor": 0.25}
     if spec.family in ("minicpmv4_6", "minicpm_ocr"):  # Equal weights for all axes.
@@ -119,7 +121,7 @@ def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
 
 def _vision(spec: CheckpointSpec) -> dict[str, Any]:
     vision = {
-        "model_type": f"{spec.model_type}_vision",
+        "model_type": f"{spec.model_type.replace(spec.family, spec.kin)}_vision",
         "depth": spec.vision_depth,
         "hidden_size": spec.vision_hidden_size,
         "intermediate_size": spec.vision_intermediate_size,
@@ -132,6 +134,6 @@ def _vision(spec: CheckpointSpec) -> dict[str, Any]:
         "num_position_embeddings": spec.num_position_embeddings,
         "hidden_act": "gelu_pytorch_tanh",
     }
-    if spec.family == "qwen3_vl":
+    if spec.kin == "qwen3_vl":
         vision["deepstack_visual_indexes"] = spec.deepstack
     return vision

@@ -11,6 +11,7 @@ from quantised_weights import FORMATS
 FAMILIES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_vl": "Qwen3VL",
+    "cosmos3_omni": "Cosmos3Omni",
     "qwen3_next": "Qwen3Next",
     "qwen3": "Qwen3",
     "qwen2": "Qwen2",
@@ -112,7 +113,12 @@ class CheckpointSpec:
     @property
     def hybrid(self) -> bool:
         """True if there are Gated DeltaNet layers beside gated attention."""
-        return self.family not in ("qwen3_vl", "qwen3") and not self.older
+        return self.kin not in ("qwen3_vl", "qwen3") and not self.older
+
+    @property
+    def kin(self) -> str:
+        """The family whose parts it has: Cosmos3's reasoner is Qwen3-VL."""
+        return "qwen3_vl" if self.family == "cosmos3_omni" else self.family
 
     @property
     def older(self) -> bool:
@@ -127,7 +133,7 @@ class CheckpointSpec:
     @property
     def deepstack(self) -> list[int]:
         """Vision layers that add features, spread evenly; none in other families."""
-        count = self.deepstack_features if self.family == "qwen3_vl" else 0
+        count = self.deepstack_features if self.kin == "qwen3_vl" else 0
         return [(index + 1) * self.vision_depth // (count + 1) for index in range(count)]
 
     def has_experts(self, index: int) -> bool:
@@ -144,7 +150,7 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("qwen3_next has num_experts and no vision_depth")
     if spec.family in ("qwen3", "qwen2") and spec.vision_depth:
         raise ValueError(f"{spec.family} has no vision_depth")
-    if spec.family.endswith("_vl") and not spec.vision_depth:
+    if spec.kin.endswith("_vl") and not spec.vision_depth:
         raise ValueError(f"{spec.family} has a vision_depth")
     whole = spec.head_dim * spec.attention_heads == spec.hidden_size
     if spec.older and (spec.num_experts or not whole):
@@ -182,6 +188,7 @@ def _validate(spec: CheckpointSpec) -> None:
 SMALL_SPECS = {
     "qwen3_5": CheckpointSpec(),
     "qwen3_vl": CheckpointSpec(family="qwen3_vl", vision_depth=3),
+    "cosmos3_omni": CheckpointSpec(family="cosmos3_omni", vision_depth=3),
     "qwen3_next": CheckpointSpec(family="qwen3_next", num_experts=8, vision_depth=0),
     "qwen3": CheckpointSpec(family="qwen3", vision_depth=0),
     "qwen2": CheckpointSpec(family="qwen2", vision_depth=0, head_dim=16),

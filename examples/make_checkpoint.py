@@ -86,7 +86,7 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     if spec.quantization:
         kind, group = spec.quantization, spec.group_size
         config["quantization_config"] = quantization_config(weights, kind, group)
-        transposed = spec.family == "qwen3_vl"
+        transposed = spec.kin == "qwen3_vl"
         weights = quantise_weights(weights, kind, group, transposed=transposed)
     write_json(path / "config.json", config)
     _write_weights(path, weights, spec.shards)

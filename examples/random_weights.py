@@ -13,10 +13,26 @@ from checkpoint_spec import CheckpointSpec
 
 Entry = tuple[str, tuple[int, ...], str]
 """(name, shape, rule of `draw`)."""
+_DIFFUSERS = {
+    **{f"{part}_proj": f"to_{part}" for part in "qkv"},
+    "o_proj": "to_out",
+    "q_norm": "norm_q",
+    "k_norm": "norm_k",
+}
+"""Names of attention in Cosmos3's checkpoints."""
 
 
 def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     """Yield every weight of the checkpoint in module order."""
+    for name, shape, rule in _entries(spec):
+        if spec.family == "cosmos3_omni":
+            name = name.removeprefix("model.language_model.").removeprefix("model.visual.")
+            for plain, other in _DIFFUSERS.items():
+                name = name.replace(f".self_attn.{plain}.", f".self_attn.{other}.")
+        yield name, shape, rule
+
+
+def _entries(spec: CheckpointSpec) -> Iterator[Entry]:
     prefix = "model.language_model" if spec.vision_depth and not spec.older else "model"
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
@@ -87,7 +103,7 @@ def _experts(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
     if spec.family in ("qwen3_next", "qwen3"):
         for expert in range(count):
             yield from _dense(layer, spec, f"mlp.experts.{expert}", size)
-    elif spec.family == "qwen3_vl":
+    elif spec.kin == "qwen3_vl":
         yield f"{layer}.mlp.experts.gate_up_proj", (count, hidden, 2 * size), "transposed"
         yield f"{layer}.mlp.experts.down_proj", (count, size, hidden), "transposed"
     else:

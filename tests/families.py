@@ -38,6 +38,9 @@ _QWEN3_VL: Shapes = {
         family="qwen3_vl", vision_depth=4, deepstack_features=3, attention_heads=6, seed=10
     ),
 }
+_COSMOS3: Shapes = {
+    "cosmos": CheckpointSpec(family="cosmos3_omni", vision_depth=3, seed=30),
+}
 _QWEN3_VL_MOE: Shapes = {
     "vl moe": CheckpointSpec(family="qwen3_vl", vision_depth=3, num_experts=8, seed=11),
     "vl moe, every second layer dense": CheckpointSpec(
@@ -164,6 +167,7 @@ FAMILIES: dict[str, Shapes] = {
     "qwen3_5_moe_text": _MOE_TEXT,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
+    "cosmos3_omni": _COSMOS3,
     "qwen3_next": _QWEN3_NEXT,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,

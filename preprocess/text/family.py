@@ -92,6 +92,7 @@ MINICPMV4_7 = replace(MINICPMV4_6, numbered=("image",), positions="canvas")
 _FAMILIES = {
     "qwen3_5": QWEN3_5,
     "qwen3_vl": QWEN2,
+    "cosmos3_omni": QWEN2,
     "qwen3_next": QWEN2,
     "qwen3": QWEN2,
     "qwen2_5_vl": QWEN2_5_VL,

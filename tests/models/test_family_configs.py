@@ -218,7 +218,7 @@ def test_untied_where_neither_section_says_so() -> None:
 LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 ALL = tuple(FAMILIES)
-VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3", "qwen3_moe")
+VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni"), ("qwen3", "qwen3_moe")
 OLDER, OLDER_VL = ("qwen2",), ("qwen2_vl", "qwen2_5_vl")
 GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN + OLDER + OLDER_VL)
 SPARSE = ("qwen3_vl_moe", "qwen3_next", "qwen3_moe")

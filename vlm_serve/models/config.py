@@ -272,9 +272,11 @@ class Config:
         class_name = self._source.removesuffix("Config") + _SECTIONS[name]
         return self._like(value, source or class_name, f"{self._place}{name}.")
 
-    def viewed(self, source: str) -> Config:
-        """Return the same fields as those of another class, by its name."""
-        return self._like(self.raw, source, self._place)
+    def viewed(self, source: str, kind: str = "") -> Config:
+        """Return the same fields as those of another class, by its name; `kind`: with this
+        `model_type`."""
+        raw = {**self.raw, "model_type": kind} if kind else self.raw
+        return self._like(raw, source, self._place)
 
     def _like(
         self, raw: Mapping[str, Any], source: str, place: str, inner: tuple[str, ...] = ()

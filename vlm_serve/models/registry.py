@@ -79,6 +79,7 @@ FAMILIES = {
     "qwen3_vl_moe": Served(
         "Qwen3-VL 30B-A3B, 235B-A22B", _QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True
     ),
+    "cosmos3_omni": Served("Cosmos3 reasoners", _QWEN3_VL, "Cosmos3OmniConfig", state=False),
     "qwen3_next": _Text(
         "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         _QWEN3_NEXT,
@@ -134,7 +135,7 @@ KINDS = {
     "sliding windows; take Qwen3-VL": """sliding_attention hybrid_sliding gemma2 gemma3 gemma3n
         gemma4 gpt_oss inkling inkling2 mellum ministral muse_glimmer step3p5 step3p7 zaya""",
     "partial rotations; take Qwen3-VL": "glm4 glm46v glm4v glm4v_moe glm_ocr",
-    "another vision tower; take Qwen3-VL": """vision_config cosmos3_edge cosmos3_omni deepseek_ocr2
+    "another vision tower; take Qwen3-VL": """vision_config cosmos3_edge deepseek_ocr2
         deepseek_vl granite4_vision hunyuan_vl internvl internvl_chat keye lighton_ocr
         llava_onevision minicpmv mistral3 molmo2 ovis2 paddleocr_vl qianfan_ocr smolvlm
         video_llama_3""",
