@@ -67,31 +67,23 @@ class _Table:
 
 
 @dataclass(frozen=True, slots=True)
-class _Quick:
-    """A feed-forward with the fast approximation of GELU."""
+class _FeedForward:
+    """A feed-forward with a gate, `wide`; without `up` with the fast approximation of GELU."""
 
     norm: Affine
     wide: Linear
+    up: Linear | None
     narrow: Linear
 
     def __call__(self, x: torch.Tensor, how: Products) -> torch.Tensor:
-        wide = how(self.wide, layer_norm(x, self.norm))
-        return how(self.narrow, times_sigmoid(wide, _QUICK * wide), plus=x)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gated:
-    """A feed-forward with a gate."""
-
-    norm: Affine
-    gate: Linear
-    up: Linear
-    down: Linear
-
-    def __call__(self, x: torch.Tensor, how: Products) -> torch.Tensor:
         normed = layer_norm(x, self.norm)
-        gates = how(self.gate, normed, activation="silu")
-        return how(self.down, how(self.up, normed, times=gates), plus=x)
+        if self.up is None:
+            wide = how(self.wide, normed)
+            hidden = times_sigmoid(wide, _QUICK * wide)
+        else:
+            gates = how(self.wide, normed, activation="silu")
+            hidden = how(self.up, normed, times=gates)
+        return how(self.narrow, hidden, plus=x)
 
 
 class RotaryVisionTower:
@@ -221,21 +213,21 @@ class _Reader(TowerReader):
             self.projection("merger.mlp.2", self._config.out_hidden_size, merged),
         )
 
-    def block(self, index: int) -> tuple[AttentionPart, _Quick | _Gated]:
-        hidden, name = self._hidden, f"blocks.{index}"
+    def block(self, index: int) -> tuple[AttentionPart, _FeedForward]:
+        hidden, wide, name = self._hidden, self._config.intermediate_size, f"blocks.{index}"
         attention = AttentionPart(
             self._norm(f"{name}.norm1"),
             self.projection(f"{name}.attn.qkv", 3 * hidden, hidden),
             self.projection(f"{name}.attn.proj", hidden, hidden),
         )
-        norm, wide = self._norm(f"{name}.norm2"), self._config.intermediate_size
-        into, out = (wide, hidden), (hidden, wide)
-        if not self._config.gated:
-            first = self.projection(f"{name}.mlp.fc1", *into)
-            return attention, _Quick(norm, first, self.projection(f"{name}.mlp.fc2", *out))
-        gate, up = (self.projection(f"{name}.mlp.{part}_proj", *into) for part in ("gate", "up"))
-        down = self.projection(f"{name}.mlp.down_proj", *out)
-        return attention, _Gated(norm, gate, up, down)
+        gated = self._config.gated
+        first, last = ("gate_proj", "down_proj") if gated else ("fc1", "fc2")
+        return attention, _FeedForward(
+            self._norm(f"{name}.norm2"),
+            self.projection(f"{name}.mlp.{first}", wide, hidden),
+            self.projection(f"{name}.mlp.up_proj", wide, hidden) if gated else None,
+            self.projection(f"{name}.mlp.{last}", hidden, wide),
+        )
 
     def _norm(self, name: str) -> Affine:
         return self.norm(name, self._hidden, bias=not self._config.gated)

@@ -77,10 +77,7 @@ def spec(config: Config) -> ModelSpec:
     mixer = shared.plain_attention(text, norms=False)
     layers = [(mixer, shared.mlp(text))] * text.size("num_hidden_layers")
     rope = shared.rope(text, partial=False, sections=kind != "qwen2", interleaved=False)
-    tower = None
-    if sees:
-        tower = _windowed(config) if kind == "qwen2_5_vl" else _plain(config)
-    family = family_of(kind)
+    tower, family = _tower(config) if sees else None, family_of(kind)
     return shared.model(config, text, layers, rope, family=family, centred=False, tower=tower)
 
 
@@ -92,51 +89,42 @@ def _text(config: Config) -> Config:
     return config.viewed(f"{prefix}TextConfig")
 
 
-def _plain(outer: Config) -> RotaryVisionSpec:
-    """Return the tower of Qwen2-VL, whose config calls the decoder's width `hidden_size`."""
-    config = outer.section("vision_config")
-    config.expect("hidden_act", "quick_gelu")
-    hidden = config.size("embed_dim")
-    wide = int(hidden * config.positive("mlp_ratio"))
-    return _tower(outer, config, hidden_size=hidden, intermediate_size=wide, gated=False)
-
-
-def _windowed(outer: Config) -> RotaryVisionSpec:
-    """Return the tower of Qwen2.5-VL."""
-    config = outer.section("vision_config")
-    config.expect("hidden_act", "silu")
-    pixels, size = config.size("spatial_merge_size") * config.size("patch_size"), "window_size"
-    window, whole = config.size(size), config.given("fullatt_block_indexes")
-    if window % pixels:
-        raise CheckpointError(f"{size} {window} is no multiple of a token's {pixels} pixels")
-    if not isinstance(whole, list | tuple) or not all(type(index) is int for index in whole):
-        raise CheckpointError(f"fullatt_block_indexes must be a list of layers, not {whole!r}")
-    return _tower(
-        outer,
-        config,
-        hidden_size=config.size("hidden_size"),
-        intermediate_size=config.size("intermediate_size"),
-        gated=True,
-        window=window // pixels,
-        whole=frozenset(whole),
-    )
-
-
-def _tower(outer: Config, config: Config, **sizes: Any) -> RotaryVisionSpec:
-    kind = outer.raw["model_type"]
+def _tower(outer: Config) -> RotaryVisionSpec:
+    """Return the vision tower. Qwen2-VL's config calls the decoder's width `hidden_size`."""
+    kind, config = outer.raw["model_type"], outer.section("vision_config")
+    gated, patch = kind == "qwen2_5_vl", config.size("patch_size")
     config.allow("model_type", f"{kind}_vision", kind)
+    config.expect("hidden_act", "silu" if gated else "quick_gelu")
     config.allow("in_chans", config.size("in_channels"))
-    config.allow("spatial_patch_size", config.size("patch_size"))
+    config.allow("spatial_patch_size", patch)
+    hidden = config.size("hidden_size" if gated else "embed_dim")
+    wide = 0 if gated else int(hidden * config.positive("mlp_ratio"))
+    merge = config.size("spatial_merge_size")
+    window, whole = _windows(config, merge * patch) if gated else (0, frozenset[int]())
     tower = RotaryVisionSpec(
         depth=config.size("depth"),
+        hidden_size=hidden,
+        intermediate_size=wide or config.size("intermediate_size"),
         heads=config.size("num_heads"),
         in_channels=config.size("in_channels"),
-        patch_size=config.size("patch_size"),
+        patch_size=patch,
         temporal_patch_size=config.size("temporal_patch_size"),
-        merge_size=config.size("spatial_merge_size"),
-        out_hidden_size=config.size("out_hidden_size" if sizes["gated"] else "hidden_size"),
+        merge_size=merge,
+        out_hidden_size=config.size("out_hidden_size" if gated else "hidden_size"),
         rope_theta=shared.axial_theta(config),
-        **sizes,
+        gated=gated,
+        window=window,
+        whole=whole,
     )
     shared.check_axial_heads(tower)
     return tower
+
+
+def _windows(config: Config, token: int) -> tuple[int, frozenset[int]]:
+    """Return tokens per side of a window, and the layers without; `token`: a token's pixels."""
+    size, whole = config.size("window_size"), config.given("fullatt_block_indexes")
+    if size % token:
+        raise CheckpointError(f"window_size {size} is no multiple of a token's {token} pixels")
+    if not isinstance(whole, list | tuple) or not all(type(index) is int for index in whole):
+        raise CheckpointError(f"fullatt_block_indexes must be a list of layers, not {whole!r}")
+    return size // token, frozenset(whole)
