@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import checkpoint_minicpm
+import checkpoint_qwen2
 from checkpoint_lfm2 import fields as lfm2_fields
 from checkpoint_lfm2 import vl_fields
-from checkpoint_minicpm import vision_fields
 from checkpoint_spec import CheckpointSpec
 
 
@@ -14,8 +15,10 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return config.json of the language model; for text-only checkpoints the whole file."""
     if spec.family == "lfm2":
         return lfm2_fields(spec)
-    alone = spec.family in ("qwen3_next", "qwen3")
+    alone = spec.family in ("qwen3_next", "qwen3", "qwen2")
     kind = spec.model_type if alone else f"{spec.model_type}_text"
+    if spec.family == "cosmos3_omni":
+        kind = "qwen3_vl_text"
     if spec.sliced:
         kind = "qwen3_5_text"
     config: dict[str, Any] = {
@@ -26,7 +29,7 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.attention_heads,
         "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
+        **({} if spec.older else {"head_dim": spec.head_dim}),
         "hidden_act": "silu",
         "max_position_embeddings": spec.max_position_embeddings,
         "rms_norm_eps": 1e-6,
@@ -44,15 +47,22 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
     """Return the rotary settings, placed and named as in each family's published files."""
     if spec.family == "qwen3_next":
         return {"rope_theta": spec.rope_theta, "rope_scaling": None, "partial_rotary_factor": 0.25}
-    if spec.family == "qwen3":
+    if spec.family in ("qwen3", "qwen2"):
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}
-    half = spec.head_dim // (2 if spec.family == "qwen3_vl" else 8)
+    if spec.older:
+        half = spec.head_dim // 2
+        sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
+        return {
+            "rope_theta": spec.rope_theta,
+            "rope_scaling": {"type": "mrope", "mrope_section": sections},
+        }
+    half = spec.head_dim // (2 if spec.kin == "qwen3_vl" else 8)
     kind = {
         "rope_type": "default",
         "mrope_section": [(half + 2) // 3, (half + 1) // 3, half // 3],
         "mrope_interleaved": True,
     }
-    if spec.family == "qwen3_vl":
+    if spec.kin == "qwen3_vl":
         return {"rope_theta": spec.rope_theta, "rope_scaling": kind}
     share = {"rope_theta": spec.rope_theta, "partial_rotary_factor": 0.25}
     if spec.family in ("minicpmv4_6", "minicpm_ocr"):  # Equal weights for all axes.
@@ -102,19 +112,22 @@ def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a checkpoint with a vision tower, without the token ids."""
     if spec.tiled:
         return vl_fields(spec, text)
-    return {
+    whole: dict[str, Any] = {
         "architectures": [f"{spec.architecture}ForConditionalGeneration"],
         "model_type": spec.model_type,
         "dtype": spec.dtype,
         "tie_word_embeddings": spec.tied_embeddings,
-        "text_config": text,
-        **(vision_fields(spec) if spec.sliced else {"vision_config": _vision(spec)}),
     }
+    if spec.older:  # Published files have the fields of the language model beside the tower's.
+        return text | whole | {"vision_config": checkpoint_qwen2.vision_fields(spec)}
+    if spec.sliced:
+        return whole | {"text_config": text, **checkpoint_minicpm.vision_fields(spec)}
+    return whole | {"text_config": text, "vision_config": _vision(spec)}
 
 
 def _vision(spec: CheckpointSpec) -> dict[str, Any]:
     vision = {
-        "model_type": f"{spec.model_type}_vision",
+        "model_type": f"{spec.model_type.replace(spec.family, spec.kin)}_vision",
         "depth": spec.vision_depth,
         "hidden_size": spec.vision_hidden_size,
         "intermediate_size": spec.vision_intermediate_size,
@@ -127,6 +140,6 @@ def _vision(spec: CheckpointSpec) -> dict[str, Any]:
         "num_position_embeddings": spec.num_position_embeddings,
         "hidden_act": "gelu_pytorch_tanh",
     }
-    if spec.family == "qwen3_vl":
+    if spec.kin == "qwen3_vl":
         vision["deepstack_visual_indexes"] = spec.deepstack
     return vision

@@ -11,8 +11,12 @@ from quantised_weights import FORMATS
 FAMILIES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_vl": "Qwen3VL",
+    "cosmos3_omni": "Cosmos3Omni",
     "qwen3_next": "Qwen3Next",
     "qwen3": "Qwen3",
+    "qwen2": "Qwen2",
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
     "minicpmv4_6": "MiniCPMV4_6",
     "minicpmv4_7": "MiniCPMV4_7",
     "minicpm_ocr": "MiniCPMOcr",
@@ -28,7 +32,9 @@ class CheckpointSpec:
     """Sizes of a checkpoint.
 
     - `num_experts > 0` makes a mixture of experts (Qwen3-Next always is one).
-    - `vision_depth = 0` makes a text-only model (Qwen3-Next and Qwen3 always are, Qwen3-VL never).
+    - `vision_depth = 0` makes a text-only model (Qwen3-Next, Qwen3 and Qwen2 always are, models
+      named after vision never).
+    - Qwen2 and its vision models have heads of `hidden_size / attention_heads` and no experts.
     - Qwen3-VL and Qwen3 have no Gated DeltaNet layers and no shared experts. Only Qwen3-VL has
       `deepstack_features`.
     - Experts are in every `sparse_step`-th layer after the first `dense_layers`, but in all layers
@@ -116,7 +122,17 @@ class CheckpointSpec:
     @property
     def hybrid(self) -> bool:
         """True if there are Gated DeltaNet layers beside gated attention."""
-        return self.family not in ("qwen3_vl", "qwen3", "lfm2")
+        return self.kin not in ("qwen3_vl", "qwen3", "lfm2") and not self.older
+
+    @property
+    def kin(self) -> str:
+        """The family whose parts it has: Cosmos3's reasoner is Qwen3-VL."""
+        return "qwen3_vl" if self.family == "cosmos3_omni" else self.family
+
+    @property
+    def older(self) -> bool:
+        """True for Qwen2 and its vision models."""
+        return self.family.startswith("qwen2")
 
     @property
     def sliced(self) -> bool:
@@ -131,7 +147,7 @@ class CheckpointSpec:
     @property
     def deepstack(self) -> list[int]:
         """Vision layers that add features, spread evenly; none in other families."""
-        count = self.deepstack_features if self.family == "qwen3_vl" else 0
+        count = self.deepstack_features if self.kin == "qwen3_vl" else 0
         return [(index + 1) * self.vision_depth // (count + 1) for index in range(count)]
 
     def attends(self, index: int) -> bool:
@@ -151,12 +167,17 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}")
     if spec.family == "qwen3_next" and (spec.vision_depth or not spec.num_experts):
         raise ValueError("qwen3_next has num_experts and no vision_depth")
-    if spec.family == "qwen3" and spec.vision_depth:
-        raise ValueError("qwen3 has no vision_depth")
+    if spec.family in ("qwen3", "qwen2") and spec.vision_depth:
+        raise ValueError(f"{spec.family} has no vision_depth")
     if spec.tiled and spec.num_experts:
         raise ValueError("lfm2 has a vision_depth or num_experts")
-    if spec.family == "qwen3_vl" and not spec.vision_depth:
-        raise ValueError("qwen3_vl has a vision_depth")
+    if spec.kin.endswith("_vl") and not spec.vision_depth:
+        raise ValueError(f"{spec.family} has a vision_depth")
+    whole = spec.head_dim * spec.attention_heads == spec.hidden_size
+    if spec.older and (spec.num_experts or not whole):
+        raise ValueError(
+            f"{spec.family} has no num_experts, and its hidden_size is attention_heads * head_dim"
+        )
     if spec.sliced and (not spec.vision_depth or spec.num_experts):
         raise ValueError(f"{spec.family} has a vision_depth and no num_experts")
     if spec.sliced and not 0 <= spec.window_layer < spec.vision_depth:
@@ -188,8 +209,12 @@ def _validate(spec: CheckpointSpec) -> None:
 SMALL_SPECS = {
     "qwen3_5": CheckpointSpec(),
     "qwen3_vl": CheckpointSpec(family="qwen3_vl", vision_depth=3),
+    "cosmos3_omni": CheckpointSpec(family="cosmos3_omni", vision_depth=3),
     "qwen3_next": CheckpointSpec(family="qwen3_next", num_experts=8, vision_depth=0),
     "qwen3": CheckpointSpec(family="qwen3", vision_depth=0),
+    "qwen2": CheckpointSpec(family="qwen2", vision_depth=0, head_dim=16),
+    "qwen2_vl": CheckpointSpec(family="qwen2_vl", head_dim=16),
+    "qwen2_5_vl": CheckpointSpec(family="qwen2_5_vl", head_dim=16),
     "minicpmv4_6": CheckpointSpec(family="minicpmv4_6"),
     "minicpmv4_7": CheckpointSpec(family="minicpmv4_7"),
     "minicpm_ocr": CheckpointSpec(family="minicpm_ocr", downsample_mode="4x"),

@@ -5,6 +5,7 @@
     python examples/make_checkpoint.py /tmp/tiny-vl --family qwen3_vl
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
     python examples/make_checkpoint.py /tmp/tiny-qwen3 --family qwen3
+    python examples/make_checkpoint.py /tmp/tiny-qwen25-vl --family qwen2_5_vl
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
     python examples/make_checkpoint.py /tmp/tiny-lfm2 --family lfm2
     python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
@@ -21,6 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import checkpoint_qwen2
 import torch
 from checkpoint_config import full_config, text_config
 from checkpoint_lfm2 import NAMED_TOKENS as TILE_NAMES
@@ -83,13 +85,16 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
         image = {"image_token_id": token_id(tokenizer, "<|image_pad|>")}
         config = full_config(spec, config) | image
     elif spec.vision_depth:
-        write_processor_files(path, _media_shape(spec))
+        if spec.older:
+            checkpoint_qwen2.write_processors(path, spec)
+        else:
+            write_processor_files(path, _media_shape(spec))
         config = full_config(spec, config) | media_token_ids(tokenizer)
     weights: Mapping[str, torch.Tensor] = _Drawn(spec)
     if spec.quantization:
         kind, group = spec.quantization, spec.group_size
         config["quantization_config"] = quantization_config(weights, kind, group)
-        transposed = spec.family == "qwen3_vl"
+        transposed = spec.kin == "qwen3_vl"
         weights = quantise_weights(weights, kind, group, transposed=transposed)
     write_json(path / "config.json", config)
     _write_weights(path, weights, spec.shards)
@@ -99,8 +104,8 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
 def _processor(spec: CheckpointSpec) -> str | None:
     if not spec.vision_depth:
         return None
-    own = spec.sliced or spec.tiled
-    return f"{spec.architecture}Processor" if own else "Qwen3VLProcessor"
+    named = spec.sliced or spec.tiled or spec.older
+    return f"{spec.architecture}Processor" if named else "Qwen3VLProcessor"
 
 
 def _media_shape(spec: CheckpointSpec) -> MediaShape:

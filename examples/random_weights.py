@@ -6,19 +6,36 @@ import math
 import zlib
 from collections.abc import Iterator
 
+import checkpoint_minicpm
+import checkpoint_qwen2
 import torch
 from checkpoint_lfm2 import layer_entries
 from checkpoint_lfm2 import vision_entries as tiled_entries
-from checkpoint_minicpm import vision_entries
 from checkpoint_spec import CheckpointSpec
 
 Entry = tuple[str, tuple[int, ...], str]
 """(name, shape, rule of `draw`)."""
+_DIFFUSERS = {
+    **{f"{part}_proj": f"to_{part}" for part in "qkv"},
+    "o_proj": "to_out",
+    "q_norm": "norm_q",
+    "k_norm": "norm_k",
+}
+"""Names of attention in Cosmos3's checkpoints."""
 
 
 def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     """Yield every weight of the checkpoint in module order."""
-    prefix = "model.language_model" if spec.vision_depth else "model"
+    for name, shape, rule in _entries(spec):
+        if spec.family == "cosmos3_omni":
+            name = name.removeprefix("model.language_model.").removeprefix("model.visual.")
+            for plain, other in _DIFFUSERS.items():
+                name = name.replace(f".self_attn.{plain}.", f".self_attn.{other}.")
+        yield name, shape, rule
+
+
+def _entries(spec: CheckpointSpec) -> Iterator[Entry]:
+    prefix = "model.language_model" if spec.vision_depth and not spec.older else "model"
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
     yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), embedding
@@ -38,10 +55,7 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     last = "embedding_norm" if spec.family == "lfm2" else "norm"
     yield f"{prefix}.{last}.weight", (hidden,), norm
     if spec.vision_depth:
-        if spec.tiled:
-            yield from tiled_entries(spec)
-        else:
-            yield from vision_entries(spec) if spec.sliced else _vision(spec)
+        yield from _tower(spec)
     if spec.mtp:
         yield from _predictor(spec)
     if not spec.tied_embeddings:
@@ -71,6 +85,10 @@ def _attention(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
     yield f"{layer}.self_attn.k_proj.weight", (key, hidden), "linear"
     yield f"{layer}.self_attn.v_proj.weight", (key, hidden), "linear"
     yield f"{layer}.self_attn.o_proj.weight", (hidden, query), "linear"
+    if spec.older:
+        for name, rows in (("q", query), ("k", key), ("v", key)):
+            yield f"{layer}.self_attn.{name}_proj.bias", (rows,), "bias"
+        return
     for name in ("q_norm", "k_norm"):
         rule = "sharp_norm" if plain else "sharp_centred_norm"
         yield f"{layer}.self_attn.{name}.weight", (dim,), rule
@@ -91,7 +109,7 @@ def _experts(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
     if spec.family in ("qwen3_next", "qwen3"):
         for expert in range(count):
             yield from _dense(layer, spec, f"mlp.experts.{expert}", size)
-    elif spec.family == "qwen3_vl":
+    elif spec.kin == "qwen3_vl":
         yield f"{layer}.mlp.experts.gate_up_proj", (count, hidden, 2 * size), "transposed"
         yield f"{layer}.mlp.experts.down_proj", (count, size, hidden), "transposed"
     else:
@@ -112,6 +130,14 @@ def _predictor(spec: CheckpointSpec) -> Iterator[Entry]:
     norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
     for name in (*norms, *(f"mtp.{each}" for each in names)):
         yield f"{name}.weight", (hidden,), "centred_norm"
+
+
+def _tower(spec: CheckpointSpec) -> Iterator[Entry]:
+    if spec.older:
+        return checkpoint_qwen2.vision_entries(spec)
+    if spec.tiled:
+        return tiled_entries(spec)
+    return checkpoint_minicpm.vision_entries(spec) if spec.sliced else _vision(spec)
 
 
 def _vision(spec: CheckpointSpec) -> Iterator[Entry]:

@@ -25,6 +25,7 @@ from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.processing import MediaRecord, Slices
 from vlm_serve.preprocess.media.processors import SliceConfig, TileConfig
 from vlm_serve.preprocess.reading.conversation import Modality
+from vlm_serve.preprocess.text.family import Family
 from vlm_serve.preprocess.text.known_pieces import Encoded
 from vlm_serve.preprocess.text.rendering import PromptPiece, TypedText
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
@@ -33,6 +34,9 @@ EncodedPieces: TypeAlias = Sequence[tuple[PromptPiece, Encoded | None]]
 """Pieces of a prompt with the tokens of text; None for special tokens."""
 
 _DOMAIN = b"vlm-serve picture on a canvas 1"
+_MOST_RATE = 1000
+"""Positions of a second of video, more than any model has."""
+_TIMED_DOMAIN = b"vlm-serve temporal patch at a time 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +168,14 @@ class Expander:
                 item=item,
                 patch=patch,
                 merge_size=record.merge_size,
+                pixels=record.hashes[patch],
+                time=self._time(record, patch),
             )
         )
+
+    def _time(self, record: MediaRecord, patch: int) -> int:
+        """Return the positions between a video's first temporal patch and this one."""
+        return 0
 
     def _identity(self, record: MediaRecord, patch: int) -> bytes:
         """Return the hash that, with a span's size, determines its tokens and positions."""
@@ -188,6 +198,40 @@ class Expander:
         out.token_ids.append(around[0])
         self._add_span(out, record, item, patch)
         out.token_ids.append(around[1])
+
+
+class TimedExpander(Expander):
+    """An `Expander` for videos whose patches follow each other, as transformers'
+    `Qwen2_5_VLProcessor` has them: positions tell the time.
+
+    Args:
+        tokenizer: the checkpoint's.
+        vision: the checkpoint's vision tokens.
+        rate: positions of a second; None: of a temporal patch there is one.
+    """
+
+    joins_text = frozenset()
+
+    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens, rate: float | None) -> None:
+        super().__init__(tokenizer, vision)
+        self._rate = rate
+
+    def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+        assert not text
+        for patch in range(record.grid[0]):
+            self._add_span(out, record, item, patch)
+
+    def _time(self, record: MediaRecord, patch: int) -> int:
+        if self._rate is None or not patch:
+            return patch
+        # In float32, as the reference rounds.
+        return int(np.float32(patch) * (np.float32(self._rate) * np.float32(record.times[1])))
+
+    def _identity(self, record: MediaRecord, patch: int) -> bytes:
+        """Return the content hash; behind a video's first patch, hash the time with it: the same
+        frames at another rate have other positions."""
+        time, known = self._time(record, patch), record.hashes[patch]
+        return hasher_of(_TIMED_DOMAIN, content=known, time=time).digest() if patch else known
 
 
 def _misplaced() -> InvalidRequestError:
@@ -246,7 +290,8 @@ def mrope_positions(
     """Compute the positions of every token on the three axes, and the offset of generated tokens.
 
     Follows transformers' `Qwen3_5Model.get_rope_index` for a prompt whose videos are split at their
-    temporal patches.
+    temporal patches, and `Qwen2_5_VLModel.get_rope_index` for patches that follow each other: they
+    begin where the first one does, and text goes on behind its longer side.
 
     Args:
         known: a prompt that this one continues.
@@ -258,22 +303,34 @@ def mrope_positions(
     # reacquiring it takes longer than this whole function.
     positions = np.empty((3, length), dtype=np.int64)
     at, position = _known_positions(positions, known)
+    origin = position
     for span in spans[bisect_left(spans, at, key=lambda span: span.start) :]:
         text = span.start - at
         positions[:, at : span.start] = np.arange(position, position + text)
-        position += text
+        if text or not span.patch:
+            origin = position = position + text
         rows, columns = span.grid[1] // span.merge_size, span.grid[2] // span.merge_size
-        positions[0, span.start : span.end] = position
-        positions[1, span.start : span.end] = np.arange(position, position + rows).repeat(columns)
+        positions[0, span.start : span.end] = origin + span.time
+        positions[1, span.start : span.end] = np.arange(origin, origin + rows).repeat(columns)
         positions[2, span.start : span.end].reshape(rows, columns)[:] = np.arange(
-            position, position + columns
+            origin, origin + columns
         )
         # As in the reference: take the longer side first, then divide by the merge size.
-        position += max(span.grid[1], span.grid[2]) // span.merge_size
+        position = origin + max(span.grid[1], span.grid[2]) // span.merge_size
         at = span.end
     positions[:, at:] = np.arange(position, position + length - at)
     delta = int(positions.max()) + 1 - length if length else 0
     return torch.from_numpy(positions), delta
+
+
+def positions_left_out(positions: torch.Tensor, delta: int, spans: Sequence[MediaSpan]) -> int:
+    """Return how many positions lie between a prompt and its answer, which begins behind the
+    highest one: a video's last patch may be later than the text behind it. More than 0 also where a
+    video ends the prompt."""
+    length = positions.shape[1]
+    if not any(span.time for span in spans):
+        return 0
+    return delta + length - 1 - int(positions[0, -1]) + (spans[-1].end == length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,15 +522,29 @@ def find_expander(
     configs = [processor.config for processor in processors if processor is not None]
     if len({config.merge_size for config in configs}) > 1:
         raise CheckpointError("image and video processors disagree on merge_size")
-    if tokenizer.family.tile is not None:
+    family = tokenizer.family
+    if family.tile is not None:
         tiled = (config for config in configs if isinstance(config, TileConfig))
         return TileExpander(tokenizer, vision, thumbnail=all(each.thumbnail for each in tiled))
-    if tokenizer.family.slice_start is None:
+    if not family.timestamp:
+        return TimedExpander(tokenizer, vision, _position_rate(family, config))
+    if family.slice_start is None:
         return Expander(tokenizer, vision)
     numbered = all(config.numbered for config in configs if isinstance(config, SliceConfig))
     return SliceExpander(
         tokenizer, vision, _find_slice_tokens(tokenizer, config), numbered=numbered
     )
+
+
+def _position_rate(family: Family, config: Mapping[str, Any]) -> float | None:
+    """Return the positions of a second of video; raises CheckpointError."""
+    if family.position_rate is None:
+        return None
+    name, default = family.position_rate
+    rate = config["vision_config"].get(name, default)
+    if type(rate) not in (int, float) or not 0 < rate < _MOST_RATE:
+        raise CheckpointError(f"{name} in config.json must be a positive number, not {rate!r}")
+    return float(rate)
 
 
 @dataclass(frozen=True, slots=True)

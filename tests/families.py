@@ -38,6 +38,9 @@ _QWEN3_VL: Shapes = {
         family="qwen3_vl", vision_depth=4, deepstack_features=3, attention_heads=6, seed=10
     ),
 }
+_COSMOS3: Shapes = {
+    "cosmos": CheckpointSpec(family="cosmos3_omni", vision_depth=3, seed=30),
+}
 _QWEN3_VL_MOE: Shapes = {
     "vl moe": CheckpointSpec(family="qwen3_vl", vision_depth=3, num_experts=8, seed=11),
     "vl moe, every second layer dense": CheckpointSpec(
@@ -81,6 +84,45 @@ _QWEN3_MOE: Shapes = {
         sparse_step=2,
         dense_layers=2,
         seed=22,
+    ),
+}
+
+_QWEN2: Shapes = {
+    "qwen2": CheckpointSpec(family="qwen2", vision_depth=0, head_dim=16, seed=24),
+    "qwen2, tied, three heads of a kv head": CheckpointSpec(
+        family="qwen2",
+        vision_depth=0,
+        hidden_size=96,
+        attention_heads=6,
+        head_dim=16,
+        tied_embeddings=True,
+        seed=25,
+    ),
+}
+_QWEN2_VL: Shapes = {
+    "vl of qwen2": CheckpointSpec(family="qwen2_vl", head_dim=16, vision_depth=3, seed=26),
+    "vl of qwen2, tied, one kv head": CheckpointSpec(
+        family="qwen2_vl",
+        hidden_size=128,
+        head_dim=32,
+        kv_heads=1,
+        vision_heads=4,
+        tied_embeddings=True,
+        seed=27,
+    ),
+}
+_QWEN2_5_VL: Shapes = {
+    "vl of qwen2.5": CheckpointSpec(family="qwen2_5_vl", head_dim=16, vision_depth=3, seed=28),
+    "vl of qwen2.5, tied, one kv head": CheckpointSpec(
+        family="qwen2_5_vl",
+        hidden_size=128,
+        head_dim=32,
+        kv_heads=1,
+        vision_depth=4,
+        vision_heads=4,
+        vision_intermediate_size=72,
+        tied_embeddings=True,
+        seed=29,
     ),
 }
 
@@ -165,9 +207,13 @@ FAMILIES: dict[str, Shapes] = {
     "qwen3_5_moe_text": _MOE_TEXT,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
+    "cosmos3_omni": _COSMOS3,
     "qwen3_next": _QWEN3_NEXT,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen2": _QWEN2,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_5_VL,
     "minicpmv4_6": _MINICPMV4_6,
     "minicpmv4_7": _MINICPMV4_7,
     "minicpm_ocr": _MINICPM_OCR,

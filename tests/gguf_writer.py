@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "qwen3_vl_moe": "qwen3vlmoe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "qwen2": "qwen2",
 }
 _NAMES = {
     "embed_tokens": "token_embd",
@@ -289,8 +290,9 @@ def _sizes(
         writer.add_feed_forward_length(text["intermediate_size"])
     writer.add_head_count(text["num_attention_heads"])
     writer.add_head_count_kv(text["num_key_value_heads"])
-    writer.add_key_length(text["head_dim"])
-    writer.add_value_length(text["head_dim"])
+    if "head_dim" in text:
+        writer.add_key_length(text["head_dim"])
+        writer.add_value_length(text["head_dim"])
     writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     writer.add_rope_freq_base(rope.get("rope_theta", text.get("rope_theta")))

@@ -27,7 +27,7 @@ def gated_rms_norm_reference(
 
 
 def qk_norm_rope_reference(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Of one of q and k, `[T, H, D]`."""
     return norm_rope(x.double(), weight, cos[:, None], sin[:, None], eps)

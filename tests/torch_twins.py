@@ -28,11 +28,11 @@ from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
 from vlm_serve.models import load_model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
-from vlm_serve.models.cache_layout import Content
+from vlm_serve.models.cache_layout import Content as PoolContent
 
 COMPARE_EVERY = 25
 """Steps between two comparisons of all pools."""
-TYPES: tuple[Content, ...] = ("kv", "state", "inputs", "activations", "exact")
+TYPES: tuple[PoolContent, ...] = ("kv", "state", "inputs", "activations", "exact")
 
 
 class CountedGraphs(StepGraphs):

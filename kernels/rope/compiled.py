@@ -12,23 +12,27 @@ from vlm_serve.kernels.native_layout import constant
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, knows_rows, rows
 from vlm_serve.kernels.norms.compiled import centred
-from vlm_serve.kernels.rope.reference import Rotation
+from vlm_serve.kernels.rope.reference import Rotation, frequencies_of
 
 MAX_DIM = constant("MAX_DIM")
 """Largest head dim that compiled code supports."""
 
 
 @cache
-def axes(half: int, sections: tuple[int, ...]) -> torch.Tensor:
+def axes(half: int, sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:
     """Return each frequency's row of `positions`, int32 `[rot / 2]`."""
     taken = torch.zeros(half, dtype=torch.int32)
     for axis in (1, 2):
-        taken[axis : 3 * sections[axis] : 3] = axis
+        taken[frequencies_of(axis, sections, interleaved)] = axis
     return taken
 
 
 def mrope_cos_sin(
-    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int], scale: float
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    sections: Sequence[int],
+    scale: float,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, half = positions.shape[1], inv_freq.shape[0]
     cos, sin = torch.empty(tokens, half), torch.empty(tokens, half)
@@ -40,7 +44,7 @@ def mrope_cos_sin(
         torch.get_num_threads(),
         positions.data_ptr(),
         inv_freq.data_ptr(),
-        axes(half, tuple(sections)).data_ptr(),
+        axes(half, tuple(sections), interleaved).data_ptr(),
         scale,
         cos.data_ptr(),
         sin.data_ptr(),
@@ -59,14 +63,14 @@ def qk_norm_rope(
 
 
 def _norm_rope(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Normalise and rotate all heads; `cos` and `sin` are contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype)
     call(
         "vlm_norm_rope",
         ctypes.byref(rows(x, out)),
-        centred(weight).data_ptr(),
+        None if weight is None else centred(weight).data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
         cos.shape[1],

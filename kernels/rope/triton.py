@@ -40,6 +40,7 @@ def norm_rotate(
 ):
     """Normalise and rotate some heads of one token; x and out point at the token.
 
+    weight: of the norm; None: they have none.
     FORM: how out stores them, after they are rounded to the dtype of x; not INT8.
 
     The rotated dims are loaded as two halves, so a rotation needs no exchange between threads.
@@ -54,14 +55,15 @@ def norm_rotate(
     first = tl.load(x + row + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
     second = tl.load(x + row + HALF + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
     other = tl.load(x + row + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-    squares = tl.sum(first * first + second * second, axis=1) + tl.sum(other * other, axis=1)
-    scale = tl.rsqrt(squares / DIM + eps)[:, None]
-    first_weight = tl.load(weight + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
-    second_weight = tl.load(weight + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
-    rest_weight = tl.load(weight + rest, mask=rest < DIM, other=0.0).to(tl.float32)
-    first = first * scale * (1.0 + first_weight)[None, :]
-    second = second * scale * (1.0 + second_weight)[None, :]
-    other = other * scale * (1.0 + rest_weight)[None, :]
+    if weight is not None:
+        squares = tl.sum(first * first + second * second, axis=1) + tl.sum(other * other, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        first_weight = tl.load(weight + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32)
+        rest_weight = tl.load(weight + rest, mask=rest < DIM, other=0.0).to(tl.float32)
+        first = first * scale * (1.0 + first_weight)[None, :]
+        second = second * scale * (1.0 + second_weight)[None, :]
+        other = other * scale * (1.0 + rest_weight)[None, :]
     c = tl.load(cos + pairs, mask=pairs < HALF, other=0.0)[None, :]
     s = tl.load(sin + pairs, mask=pairs < HALF, other=0.0)[None, :]
     dtype = x.dtype.element_ty

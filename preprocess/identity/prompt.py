@@ -27,7 +27,8 @@ class MediaSpan:
     end: int
     modality: Modality
     content_hash: bytes
-    """32-byte BLAKE3 over the post-resize pixels (docs/architecture.md#identity)."""
+    """32-byte BLAKE3 over the post-resize pixels, and over what else decides its tokens' positions
+    (docs/architecture.md#identity)."""
     grid: tuple[int, int, int]
     """(1, h, w) in patches, before spatial merging."""
     item: int
@@ -37,6 +38,10 @@ class MediaSpan:
     without slices."""
     merge_size: int
     """Patches per side that form one token."""
+    pixels: bytes = b""
+    """The hash of its pixels alone, which names its embeddings; empty: the content hash."""
+    time: int = 0
+    """Positions between the first temporal patch of its video and this one."""
 
 
 class UnconfirmedError(MediaError):

@@ -21,6 +21,7 @@ from vlm_serve.preprocess.media.processors import (
     check_fit,
     check_modes,
     fingerprint,
+    frame_video_config,
     image_config,
     slice_image_config,
     slice_video_config,
@@ -82,7 +83,8 @@ def find_processors(
                 f"config.json it is {factor!r}"
             )
     elif family.slice_start is None:
-        images, videos = image_config(directory), video_config(directory)
+        read = video_config if family.timestamp else frame_video_config
+        images, videos = image_config(directory), read(directory)
         read_image, read_video = image_options, video_options
     else:
         mode = family.downsample

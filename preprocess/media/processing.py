@@ -8,8 +8,9 @@ A hash names the pixels that the model sees (docs/architecture.md#identity).
 
 Sizes of resized pictures, and the frames sampled from a video, follow transformers'
 `Qwen2VLImageProcessor.resize` / `smart_resize` and `Qwen3VLVideoProcessor.resize` /
-`sample_frames`, number for number; with slices, `MiniCPMV4_6ImageProcessor` and
-`MiniCPMV4_6VideoProcessor`, or `Lfm2VlImageProcessor`, whose slices are called tiles.
+`sample_frames`, number for number, or `Qwen2VLVideoProcessor`; with slices,
+`MiniCPMV4_6ImageProcessor` and `MiniCPMV4_6VideoProcessor`, or `Lfm2VlImageProcessor`, whose
+slices are called tiles.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from vlm_serve.preprocess.media.part_options import (
     VideoOptions,
 )
 from vlm_serve.preprocess.media.processors import (
+    FrameVideoConfig,
     PictureConfig,
     PixelConfig,
     SliceConfig,
@@ -301,7 +303,8 @@ def counted_indices(
 def _sampled(
     video: Video, options: VideoOptions | SliceVideoOptions, config: PictureConfig
 ) -> tuple[Sequence[int], Sequence[float]]:
-    """Return the frames to take, and the seconds of every temporal patch if prompts tell them.
+    """Return the frames to take, and the seconds of every temporal patch if prompts or positions
+    tell them.
 
     Raises MediaError for more frames than are allowed.
     """
@@ -317,8 +320,13 @@ def _sampled(
         times = [index / rate for index in range(len(indices))]
     else:
         indices = _uniform(len(video.times), video.fps, options, config)
+        rate = len(indices) / len(video.times) * video.fps
         # Multiples of the exact rate, if the video keeps it.
         times = [index / video.fps if video.steady else video.times[index] for index in indices]
+    if isinstance(config, FrameVideoConfig):
+        step = config.temporal_patch_size / rate
+        patches = -(-len(indices) // config.temporal_patch_size)
+        return indices, [patch * step for patch in range(patches)]
     return indices, () if sliced else patch_times(times, config.temporal_patch_size)
 
 
@@ -333,6 +341,8 @@ def _uniform(
             return counted_indices(total, fps, -1, None, most)
         return second_indices(total, fps, sample_fps=sample_fps, max_frames=most)
     assert isinstance(config, VideoConfig)
+    if isinstance(config, FrameVideoConfig):
+        return _in_patches(total, fps, sample_fps, most, config)
     if not config.do_sample_frames:
         return range(min(total, most))
     if sample_fps is not None:
@@ -340,6 +350,18 @@ def _uniform(
         return uniform_indices(total, fps, sample_fps=sample_fps, min_frames=least, max_frames=most)
     assert config.num_frames is not None
     return spread_indices(total, min(config.num_frames, most))
+
+
+def _in_patches(
+    total: int, fps: float, sample_fps: float | None, most: int, config: FrameVideoConfig
+) -> Sequence[int]:
+    together, least = config.temporal_patch_size, config.min_frames
+    if sample_fps is not None:
+        return patch_indices(total, max(total / fps * sample_fps, least), most, together)
+    if config.num_frames is not None and config.do_sample_frames:
+        wanted = round(config.num_frames / together) * together
+        return patch_indices(total, wanted, most, together)
+    return counted_indices(total, fps, -1, None, most)
 
 
 def _lay_out(
@@ -430,13 +452,23 @@ def _frame_size(
             min_pixels=config.factor**2,
             max_pixels=options.max_frame_pixels,
         )
-        if num_frames * size[0] * size[1] > options.max_pixels:
+        most = options.max_pixels
+        if isinstance(config, FrameVideoConfig):
+            most = config.whole_pixels
+        if num_frames * size[0] * size[1] > most:
             raise MediaError(
                 f"{num_frames} frames of {size[1]}x{size[0]} pixels exceed a video's budget of "
-                f"{options.max_pixels} pixels; lower sample_fps or max_frame_pixels"
+                f"{most} pixels; lower sample_fps or max_frame_pixels"
             )
         return size
     max_pixels = options.max_pixels
+    if isinstance(config, FrameVideoConfig):
+        low, share = options.min_pixels, config.whole_pixels // num_frames
+        if config.cap_pixels_per_frame:
+            max_pixels = max(min(max_pixels, share), int(low * 1.05))
+        return image_size(
+            height, width, factor=config.factor, min_pixels=low, max_pixels=max_pixels
+        )
     if config.cap_pixels_per_frame:
         max_pixels = capped_budget(
             num_frames,
@@ -619,6 +651,18 @@ def spread_indices(total: int, num_frames: int) -> list[int]:
     """Return `num_frames` frame numbers from the first to the last, evenly spaced."""
     indices: list[int] = np.linspace(0, total - 1, num_frames).round().astype(int).tolist()
     return indices
+
+
+def patch_indices(total: int, wanted: float, max_frames: int, together: int) -> list[int]:
+    """Return evenly spaced frames of a video of `total` frames that fill whole temporal patches of
+    `together` frames, beginning with the first; all of a video with fewer."""
+    whole = min(max_frames, total) // together * together
+    if not whole:
+        return list(range(total))
+    count = max(int(min(wanted, whole) // together * together), together)
+    # As the reference rounds; it may have one more, which is none of the video.
+    indices: list[int] = torch.arange(0, total, total / count).int().tolist()
+    return indices[:count]
 
 
 def grid_indices(times: Sequence[float], sample_fps: float, max_frames: int) -> list[int]:

@@ -100,6 +100,21 @@ class VideoConfig(PixelConfig):
     max_video_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameVideoConfig(VideoConfig):
+    """Settings of a video processor whose `min_pixels` and `max_pixels` are those of a frame, and
+    which takes whole temporal patches, evenly apart (transformers' `Qwen2VLVideoProcessor`).
+
+    Attributes:
+        max_video_tokens: with `cap_pixels_per_frame`, nine tenths of them bound the whole video.
+    """
+
+    @property
+    def whole_pixels(self) -> int:
+        """The area of all frames together that so many tokens stand for."""
+        return int(self.max_video_tokens * self.factor**2 * 0.9) * self.temporal_patch_size
+
+
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
@@ -155,6 +170,28 @@ def video_config(directory: Path | str) -> VideoConfig | None:
         do_sample_frames=bool(raw.get("do_sample_frames", True)),
         cap_pixels_per_frame=bool(raw.get("cap_pixels_per_frame")),
         max_video_tokens=int(raw.get("max_video_tokens", 768)),
+    )
+
+
+def frame_video_config(directory: Path | str) -> FrameVideoConfig | None:
+    """Return the config of a video processor like Qwen2-VL's; see `video_config`."""
+    raw = _video_fields(directory)
+    if not raw:
+        return None
+    fps, num_frames = raw.get("fps"), raw.get("num_frames")
+    if fps is not None and num_frames is not None:
+        raise CheckpointError("the video processor config sets both fps and num_frames")
+    sampled = bool(raw.get("do_sample_frames"))
+    return FrameVideoConfig(
+        **_shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD),
+        **_bounds(raw, 128 * 28 * 28, 28 * 28 * 768),
+        sample_fps=float(fps) if sampled and fps is not None else None,
+        num_frames=num_frames,
+        min_frames=int(raw.get("min_frames", 4)),
+        max_frames=int(raw.get("max_frames", 768)),
+        do_sample_frames=sampled,
+        cap_pixels_per_frame=bool(raw.get("cap_pixels_per_frame")),
+        max_video_tokens=int(raw.get("max_video_tokens", 128000)),
     )
 
 

@@ -22,7 +22,10 @@ class Family:
         image_pad, video_pad: the placeholder tokens, where the config names none; "": such media
             are not taken.
         vision_start, vision_end: the tokens around them, likewise.
-        timestamp: the text before a video's temporal patch, formatted with its seconds.
+        timestamp: the text before a video's temporal patch, formatted with its seconds; "": none,
+            patches follow each other, and their positions tell the time.
+        position_rate: where positions tell it, the field of `vision_config` with the positions of a
+            second and its default; None: each patch is one position later than the one before.
         slice_start, slice_end: the tokens around a slice's placeholders; None for families without
             slices.
         id_start, id_end: the tokens around a picture's number, likewise.
@@ -41,6 +44,7 @@ class Family:
     vision_start: str = "<|vision_start|>"
     vision_end: str = "<|vision_end|>"
     timestamp: str = "<{:.1f} seconds>"
+    position_rate: tuple[str, int] | None = None
     slice_start: str | None = None
     slice_end: str | None = None
     id_start: str | None = None
@@ -64,6 +68,8 @@ QWEN2 = Family(
         r"|\s+"
     )
 )
+QWEN2_VL = replace(QWEN2, timestamp="")
+QWEN2_5_VL = replace(QWEN2_VL, position_rate=("tokens_per_second", 4))
 QWEN3_5 = Family(
     split=(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -101,8 +107,12 @@ LFM2_VL = Family(
 _FAMILIES = {
     "qwen3_5": QWEN3_5,
     "qwen3_vl": QWEN2,
+    "cosmos3_omni": QWEN2,
     "qwen3_next": QWEN2,
     "qwen3": QWEN2,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_vl": QWEN2_VL,
+    "qwen2": QWEN2,
     "minicpmv4_6": MINICPMV4_6,
     "minicpmv4_7": MINICPMV4_7,
     "lfm2_vl": LFM2_VL,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf_writer
 import pytest
 from checkpoint_spec import CheckpointSpec
 from families import FAMILIES
@@ -43,6 +44,7 @@ def answers(model: Path, *, sees: bool, **options: Any) -> list[tuple[list[int],
     [
         ("qwen3_5", 0),
         ("qwen3_vl", 0),
+        ("qwen2", 0),
         pytest.param("qwen3_5_moe", 0, marks=pytest.mark.sweep),
         pytest.param("qwen3_vl_moe", 0, marks=pytest.mark.sweep),
         pytest.param("qwen3_next", 0, marks=pytest.mark.sweep),
@@ -58,6 +60,15 @@ def test_plain_numbers(family: str, place: int, tmp_path: Path) -> None:
     if sees:
         write_tower(checkpoint, tmp_path / "mmproj.gguf")
     assert answers(model, sees=sees) == answers(checkpoint, sees=sees)
+
+
+def test_the_text_of_a_vision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of Qwen2-VL and Qwen2.5-VL are read without their towers."""
+    checkpoint = make_checkpoint(tmp_path / "model", next(iter(FAMILIES["qwen2"].values())))
+    monkeypatch.setitem(gguf_writer.ARCHITECTURES, "qwen2", "qwen2vl")
+    model = write_model(checkpoint, tmp_path / "model.gguf")
+    assert b"qwen2vl" in model.read_bytes()
+    assert answers(model, sees=False) == answers(checkpoint, sees=False)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,33 @@ def test_equals_transformers(
         assert_near(result, reference, TOLERANCE[dtype])
 
 
+def test_axes_with_runs_of_their_own_equal_transformers() -> None:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
+
+    rotation = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    sizes = {"max_position_embeddings": 4096, "head_dim": 128}
+    config = SimpleNamespace(**sizes, rope_parameters=rotation)
+    embedding = modeling.Qwen2_5_VLRotaryEmbedding(config)
+    positions = torch.randint(0, 3000, (3, 9), generator=torch.Generator().manual_seed(1))
+    found = mrope_cos_sin(positions, embedding.inv_freq, (16, 24, 24), interleaved=False)
+    for ours, theirs in zip(found, embedding(randn(1, 1), positions[:, None]), strict=True):
+        assert_near(ours, theirs[0, :, :64], 2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_heads_without_norms_are_rotated_alone(dtype: torch.dtype) -> None:
+    cos, sin = mrope_cos_sin(torch.arange(9).expand(3, -1), torch.rand(8), (4, 2, 2))
+    q, k = randn(9, 3, 40, dtype=dtype), randn(9, 1, 40, dtype=dtype, seed=1)
+    for x, result in zip(
+        (q, k), qk_norm_rope(q, k, Rotation(None, None, cos, sin, EPS)), strict=True
+    ):
+        wide, (c, s) = x.double(), (cos[:, None], sin[:, None])
+        first, second = wide[..., :8], wide[..., 8:16]
+        turned = first * c - second * s, second * c + first * s, wide[..., 16:]
+        assert result.dtype == dtype and result.is_contiguous()
+        assert_near(result, torch.cat(turned, -1), TOLERANCE[dtype])
+
+
 def test_cos_and_sin_do_not_depend_on_the_batch() -> None:
     positions = torch.arange(900).expand(3, -1)
     inv_freq = 1e4 ** -torch.linspace(0, 1, 20)

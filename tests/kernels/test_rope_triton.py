@@ -27,7 +27,9 @@ def test_both_tensors(
     cos, sin = mrope_cos_sin(positions, frequencies, (rotated // 2 - 2 * share, share, share))
     with kernels():
         results = qk_norm_rope(q, k, Rotation(*weights, cos, sin, 1e-6))
-    for result, x, weight in zip(results, (q, k), weights, strict=True):
+        plain = qk_norm_rope(q, k, Rotation(None, None, cos, sin, 1e-6))
+    cases = zip((*results, *plain), 2 * (q, k), (*weights, None, None), strict=True)
+    for result, x, weight in cases:
         assert result.dtype == dtype and result.is_contiguous()
         expected = qk_norm_rope_reference(x, weight, cos, sin, 1e-6)
         assert_near(result, expected, TOLERANCE[dtype])

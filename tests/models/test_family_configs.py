@@ -4,6 +4,7 @@ value, before any weight is read."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.parts.short_conv import ShortConv
 from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.models.vision_rotary import RotaryVisionSpec
 from vlm_serve.models.vision_unshuffled import UnshuffledVisionSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
 from vlm_serve.options.config import EngineConfig
@@ -161,7 +163,66 @@ def test_lfm2_vl() -> None:
 
 def test_biases_of_attention_are_read() -> None:
     mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixer
-    assert mixer == Attention(4, 2, 32, gated=False, bias=True)
+    assert mixer == Attention(4, 2, 32, gated=False, bias=True, out_bias=True)
+
+
+def test_qwen2() -> None:
+    spec = spec_of(config("qwen2"))
+    mixer = Attention(4, 2, 16, gated=False, bias=True, norms=None)
+    assert {layer.mixer for layer in spec.layers} == {mixer}
+    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert not spec.norm.centred and spec.vision is None
+    assert (spec.rope.rotary_dim, spec.rope.sections) == (16, (8, 0, 0))
+
+
+def test_vision_models_of_qwen2() -> None:
+    for kind in ("qwen2_vl", "qwen2_5_vl"):
+        spec, windowed = spec_of(config(kind)), kind == "qwen2_5_vl"
+        assert spec.vision == RotaryVisionSpec(
+            depth=3,
+            hidden_size=32,
+            intermediate_size=64,
+            heads=2,
+            in_channels=3,
+            patch_size=8,
+            temporal_patch_size=2,
+            merge_size=2,
+            out_hidden_size=64,
+            rope_theta=10000.0,
+            gated=windowed,
+            window=3 if windowed else 0,
+            whole=frozenset({2} if windowed else ()),
+        )
+        assert (spec.rope.sections, spec.rope.interleaved) == ((2, 3, 3), False)
+        assert spec.rope.axes.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+        nested = config(kind)
+        vision = nested.pop("vision_config")
+        text = {name: nested.pop(name) for name in list(nested) if name != "model_type"}
+        text |= {"model_type": f"{kind}_text"}
+        assert replace(
+            spec_of({**nested, "text_config": text, "vision_config": vision}), config={}
+        ) == replace(spec, config={})
+
+
+@pytest.mark.parametrize(
+    ("fields", "vision", "message"),
+    [
+        ({"head_dim": 32}, {}, "head_dim 32 is not supported, only 16"),
+        ({"use_sliding_window": True}, {}, "use_sliding_window True is not supported"),
+        ({"rope_scaling": {"mrope_section": [2, 2, 2]}}, {}, r"mrope_section \[2, 2, 2\] does not"),
+        ({}, {"window_size": 40}, "window_size 40 is no multiple of a token's 16 pixels"),
+        ({}, {"fullatt_block_indexes": 2}, "fullatt_block_indexes must be a list of layers"),
+        ({}, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+        ({}, {"in_chans": 4}, "in_chans 4 is not supported, only 3"),
+    ],
+)
+def test_what_qwen2_5_vl_does_not_have_is_refused(
+    fields: dict[str, Any], vision: dict[str, Any], message: str
+) -> None:
+    made = config("qwen2_5_vl", **fields)
+    made["vision_config"] |= vision
+    with pytest.raises(CheckpointError, match=message):
+        spec_of(made)
 
 
 def test_minicpmv() -> None:
@@ -211,9 +272,10 @@ def test_untied_where_neither_section_says_so() -> None:
 LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 ALL = tuple(FAMILIES)
-VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3", "qwen3_moe")
+VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni"), ("qwen3", "qwen3_moe")
+OLDER, OLDER_VL = ("qwen2",), ("qwen2_vl", "qwen2_5_vl")
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm2_vl")
-GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN + CONVOLUTIONS)
+GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN + OLDER + OLDER_VL + CONVOLUTIONS)
 SPARSE = ("qwen3_vl_moe", "qwen3_next", "qwen3_moe")
 REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "sliding_window", 4096, "sliding_window 4096 is not supported"),
@@ -221,21 +283,26 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "layer_types", ["sliding_attention"] * 8, "layer_types 'sliding_attention'"),
     (ALL, "layer_types", ["mamba"] * 8, "layer_types 'mamba' is not supported"),
     (
-        GATED + PLAIN + CONVOLUTIONS,
+        GATED + PLAIN + OLDER + CONVOLUTIONS,
         "rope_parameters",
         LINEAR,
         "rope_type 'linear' is not supported, only 'default'",
     ),
     (ALL, "rope_scaling", LINEAR, "rope_type 'linear' is not supported, only 'default'"),
-    (VL, "rope_parameters", LINEAR, "whose rope_type 'linear' would be lost"),
+    (VL + OLDER_VL, "rope_parameters", LINEAR, "whose rope_type 'linear' would be lost"),
     (ALL, "hidden_act", "gelu", "hidden_act 'gelu' is not supported, only 'silu'"),
     (ALL, "num_attention_heads", 3, "num_attention_heads 3 is no multiple of its"),
     (VL, "rope_scaling", SPLIT, "mrope_interleaved False is not supported, only True"),
-    (VL + PLAIN, "attn_output_gate", True, "attn_output_gate True is not supported, only False"),
+    (
+        VL + PLAIN + OLDER,
+        "attn_output_gate",
+        True,
+        "attn_output_gate True is not supported, only False",
+    ),
     (PLAIN, "use_qk_norm", False, "use_qk_norm False is not supported, only True"),
     (PLAIN, "qkv_bias", True, "qkv_bias True is not supported, only False"),
     (
-        VL + PLAIN,
+        VL + PLAIN + OLDER + OLDER_VL,
         "partial_rotary_factor",
         0.5,
         "partial_rotary_factor 0.5 is not supported, only 1",
@@ -345,8 +412,8 @@ def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], compla
 @pytest.mark.parametrize(
     ("kind", "near"),
     [
-        ("qwen2_5_vl", "Qwen2.5-VL has a tower with windows; take Qwen3-VL"),
-        ("qwen2_5_vl_text", "take Qwen3-VL"),
+        ("qwen2_5_omni", "has audio; take Qwen3-VL"),
+        ("qwen2_moe", "no norms of queries and keys"),
         ("qwen4_exp", "Qwen3.8-Flash-Next has sparse attention"),
         ("nemotron_h", "Nemotron-h has Mamba's recurrence; take Qwen3.5"),
         ("lfm3_vl", "short convolutions"),

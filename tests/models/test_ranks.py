@@ -27,6 +27,7 @@ SPECS = {
         gdn_key_heads=4,
         gdn_value_heads=8,
         moe_intermediate_size=64,
+        hidden_size=128 if kind.startswith("qwen2") else 64,
     )
     for kind, shapes in FAMILIES.items()
 }

@@ -52,6 +52,7 @@ _OF_PROMPTS = (
     "video_token_id",
     "vision_start_token_id",
     "vision_end_token_id",
+    "vision_config.tokens_per_second",
 )
 """Fields that preparing prompts reads (`preprocess`)."""
 _HEADS = "num_attention_heads, head_dim"
@@ -242,13 +243,15 @@ class Config:
 
     def value(self, name: str) -> Any:
         """Return a field as transformers computes it; see `given` for a class that is not
-        installed."""
+        installed, or lacks it."""
         if self._kind is None:
             return self.given(name)
         self.read.update((self._place + name, f"{self._place}{name}."))
         try:
             return getattr(self._parsed, name)
         except AttributeError as error:
+            if name in self._defaults.get(self._source, {}):
+                return self.given(name)
             raise CheckpointError(
                 f"config.json lacks {name}, and transformers {version('transformers')} knows no "
                 f"default; a newer one may"
@@ -274,6 +277,12 @@ class Config:
             raise CheckpointError(f"{name} in config.json must be an object")
         class_name = self._source.removesuffix("Config") + _SECTIONS[name]
         return self._like(value, source or class_name, f"{self._place}{name}.")
+
+    def viewed(self, source: str, kind: str = "") -> Config:
+        """Return the same fields as those of another class, by its name; `kind`: with this
+        `model_type`."""
+        raw = {**self.raw, "model_type": kind} if kind else self.raw
+        return self._like(raw, source, self._place)
 
     def _like(
         self, raw: Mapping[str, Any], source: str, place: str, inner: tuple[str, ...] = ()

@@ -295,6 +295,15 @@ class TensorFile(Protocol):
         ...
 
 
+_PLAIN = {f"to_{part}": f"{part}_proj" for part in "qkv"} | {
+    "to_out": "o_proj",
+    "norm_q": "q_norm",
+    "norm_k": "k_norm",
+}
+_DIFFUSERS = re.compile(rf"\.self_attn\.({'|'.join(_PLAIN)})\.")
+"""Names of attention in checkpoints of Cosmos3 that also generate pictures."""
+
+
 class SafetensorsFile:
     """A file of safetensors, mapped into memory.
 
@@ -305,6 +314,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         try:
             self._handle: safe_open = safe_open(path, framework="pt")
+            stored: Iterable[str] = self._handle.keys()  # type: ignore[no-untyped-call]
+            self._stored = {_DIFFUSERS.sub(_plain, name): name for name in stored}
             self.nbytes = path.stat().st_size
         except (OSError, SafetensorError) as error:
             problem = foreign(path) or "is not a readable safetensors file"
@@ -312,21 +323,26 @@ class SafetensorsFile:
 
     def names(self) -> Iterable[str]:
         """Return the names of all tensors."""
-        names: Iterable[str] = self._handle.keys()  # type: ignore[no-untyped-call]
-        return names
+        return self._stored
 
     def source(self, name: str) -> str:
-        """Return the name, by which the file has it."""
-        return name
+        """Return the name by which the file has a tensor."""
+        return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
-        return tuple(self._handle.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+        part = self._handle.get_slice(self._stored[name])  # type: ignore[no-untyped-call]
+        return tuple(part.get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as stored."""
-        tensor: torch.Tensor = self._handle.get_tensor(name)  # type: ignore[no-untyped-call]
+        stored = self._stored[name]
+        tensor: torch.Tensor = self._handle.get_tensor(stored)  # type: ignore[no-untyped-call]
         return tensor
+
+
+def _plain(match: re.Match[str]) -> str:
+    return f".self_attn.{_PLAIN[match[1]]}."
 
 
 def open_files(path: Path) -> list[TensorFile]:

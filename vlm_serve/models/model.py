@@ -19,8 +19,6 @@ from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
-from vlm_serve.kernels.rope import mrope_cos_sin
-from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.kernels.tuning import fixed_steps
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
@@ -114,7 +112,7 @@ class Model:
         if table.dtype == self.dtype and len(table) == spec.vocab_size and table.is_contiguous():
             program.look_up(table)
         rope, frequencies = spec.rope, self._inv_freq
-        program.rotate(frequencies, axes(len(frequencies), rope.sections), rope.scale)
+        program.rotate(frequencies, rope.axes, rope.scale)
         layers = zip(self._decoder.layers, self._bind(caches), strict=True)
         last = None if self.drafts else self._decoder.layers[-1]
         for index, (layer, cache) in enumerate(layers):
@@ -218,7 +216,7 @@ class Model:
             batch = replace(batch, deterministic=True)
         x, layers, eps = self._embed(batch), self._decoder.layers, self.spec.norm.eps
         rope = self.spec.rope
-        cos, sin = mrope_cos_sin(batch.positions, self._inv_freq, rope.sections, rope.scale)
+        cos, sin = rope.cos_sin(batch.positions, self._inv_freq)
         step = Step(
             decode=batch.decode,
             prefill=batch.prefill,

@@ -16,8 +16,6 @@ import torch
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.norms import Normed, rms_norm
-from vlm_serve.kernels.rope import mrope_cos_sin
-from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
@@ -65,7 +63,7 @@ class Predictor:
         eps, layer = self._spec.norm.eps, self._layer
         program = Program(self._norm.dtype, self._spec.hidden_size, first_key=FIRST_KEY)
         rope = self._spec.rope
-        program.rotate(inv_freq, axes(len(inv_freq), rope.sections), rope.scale)
+        program.rotate(inv_freq, rope.axes, rope.scale)
         program.norm(layer.input_norm, eps)
         layer.mixer.lower(program, self._bind(caches), last=True)
         program.norm(layer.post_norm, eps)
@@ -97,8 +95,7 @@ class Predictor:
             assert hidden is not None
             return ForwardOutput(logits, hidden=hidden[: logits.shape[0]])
         layer = self._layer
-        rope = self._spec.rope
-        cos, sin = mrope_cos_sin(batch.positions, inv_freq, rope.sections, rope.scale)
+        cos, sin = self._spec.rope.cos_sin(batch.positions, inv_freq)
         step = Step(
             decode=batch.decode,
             prefill=batch.prefill,

@@ -206,9 +206,9 @@ class Program:
         self._alive.append(sites)
         return ctypes.addressof(sites)
 
-    def factors(self, norm: torch.Tensor) -> int:
-        """Return the address of a norm's factors."""
-        return self.vector(norm.float() + 1.0)
+    def factors(self, norm: torch.Tensor | None) -> int:
+        """Return the address of a norm's factors; 0: there is no norm."""
+        return 0 if norm is None else self.vector(norm.float() + 1.0)
 
     def vector(self, values: torch.Tensor) -> int:
         """Return the address of a float32 copy."""

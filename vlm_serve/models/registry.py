@@ -55,6 +55,7 @@ _QWEN3_5 = "vlm_serve.models.families.qwen3_5"
 _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
 _QWEN3 = "vlm_serve.models.families.qwen3"
+_QWEN2 = "vlm_serve.models.families.qwen2"
 _MINICPMV = "vlm_serve.models.families.minicpmv"
 _LFM2 = "vlm_serve.models.families.lfm2"
 _LFM2_VL = "vlm_serve.models.families.lfm2_vl"
@@ -81,6 +82,7 @@ FAMILIES = {
     "qwen3_vl_moe": Served(
         "Qwen3-VL 30B-A3B, 235B-A22B", _QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True
     ),
+    "cosmos3_omni": Served("Cosmos3 reasoners", _QWEN3_VL, "Cosmos3OmniConfig", state=False),
     "qwen3_next": _Text(
         "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         _QWEN3_NEXT,
@@ -95,6 +97,14 @@ FAMILIES = {
         state=False,
         experts=True,
     ),
+    "qwen2": _Text(
+        "Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B; Qwen2.5-Coder; QwQ 32B",
+        _QWEN2,
+        "Qwen2Config",
+        state=False,
+    ),
+    "qwen2_vl": Served("Qwen2-VL 2B, 7B, 72B", _QWEN2, "Qwen2VLConfig", state=False),
+    "qwen2_5_vl": Served("Qwen2.5-VL 3B, 7B, 32B, 72B", _QWEN2, "Qwen2_5_VLConfig", state=False),
     "lfm2": _Text("LFM2 350M, 700M, 1.2B, 2.6B; LFM2.5 1.2B", _LFM2, "Lfm2Config"),
     "lfm2_moe": _Text("LFM2 8B-A1B, 24B-A2B", _LFM2_MOE, "Lfm2MoeConfig", experts=True),
     "lfm2_vl": Served(
@@ -108,6 +118,8 @@ FAMILIES = {
 
 PARTS = {
     "qwen3_vl_text": _Text("", _QWEN3_VL, "Qwen3VLTextConfig", state=False),
+    "qwen2_vl_text": _Text("", _QWEN2, "Qwen2VLTextConfig", state=False),
+    "qwen2_5_vl_text": _Text("", _QWEN2, "Qwen2_5_VLTextConfig", state=False),
     "qwen3_vl_moe_text": _Text("", _QWEN3_VL, "Qwen3VLMoeTextConfig", state=False, experts=True),
 }
 """Language models that trainers save without the tower that all published ones have."""
@@ -131,13 +143,12 @@ KINDS = {
     "sliding windows; take Qwen3-VL": """sliding_attention hybrid_sliding gemma2 gemma3 gemma3n
         gemma4 gpt_oss inkling inkling2 mellum ministral muse_glimmer step3p5 step3p7 zaya""",
     "partial rotations; take Qwen3-VL": "glm4 glm46v glm4v glm4v_moe glm_ocr",
-    "a tower with windows; take Qwen3-VL": "qwen2_5_vl=Qwen2.5-VL",
-    "another vision tower; take Qwen3-VL": """vision_config cosmos3_edge cosmos3_omni deepseek_ocr2
+    "another vision tower; take Qwen3-VL": """vision_config cosmos3_edge deepseek_ocr2
         deepseek_vl granite4_vision hunyuan_vl internvl internvl_chat keye lighton_ocr
-        llava_onevision minicpmv mistral3 molmo2 ovis2 paddleocr_vl qianfan_ocr qwen2_vl smolvlm
+        llava_onevision minicpmv mistral3 molmo2 ovis2 paddleocr_vl qianfan_ocr smolvlm
         video_llama_3""",
     "no norms of queries and keys; take Qwen3": """llama llama4 ministral3 mistral mixtral phi3
-        qwen2 qwen2_moe solar_open""",
+        qwen2_moe solar_open""",
     "norms over all heads, or a router with biases; take Qwen3": "glm4_moe minimax_m2 olmo2",
 }
 """What a model has, by `model_type` of config.json, with a name for it if it has another one, or by

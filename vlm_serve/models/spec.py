@@ -14,6 +14,8 @@ import torch
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.rope import mrope_cos_sin
+from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.models.cache_layout import CacheLayout, Pool
 from vlm_serve.models.classifier import Classifier
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
@@ -74,12 +76,25 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 @dataclass(frozen=True)
 class Rope:
     """`rotary_dim` of each head's dims are rotated; `sections` gives the number of the
-    `rotary_dim / 2` frequencies for temporal, height and width position."""
+    `rotary_dim / 2` frequencies for temporal, height and width position, which alternate if
+    `interleaved`."""
 
     theta: float
     rotary_dim: int
     sections: tuple[int, int, int]
     yarn: Yarn | None = None
+    interleaved: bool = True
+
+    @property
+    def axes(self) -> torch.Tensor:
+        """The axis of each frequency, int32 `[rotary_dim / 2]`."""
+        return axes(self.rotary_dim // 2, self.sections, self.interleaved)
+
+    def cos_sin(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of tokens, see `mrope_cos_sin`; `inv_freq`: `frequencies`."""
+        return mrope_cos_sin(positions, inv_freq, self.sections, self.scale, self.interleaved)
 
     @property
     def scale(self) -> float:

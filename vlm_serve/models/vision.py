@@ -457,6 +457,7 @@ class CompiledTower:
     def _add_norm(self, norm: Affine, x: View, width: int) -> None:
         program = self._program
         program.check_whole(width=width)
+        assert norm.bias is not None, "a layer norm"
         factors, offsets = program.vector(norm.weight), program.vector(norm.bias)
         out = View(program.normed.buffer, 0, x.stride)
         program.emit(

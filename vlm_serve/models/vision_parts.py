@@ -29,10 +29,11 @@ some kilobytes of a device's memory."""
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Weight and bias of a layer norm, and its `eps`."""
+    """Weight and bias of a layer norm, and its `eps`; without a bias it is a root-mean-square
+    norm."""
 
     weight: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None
     eps: float = EPS
 
 
@@ -50,6 +51,7 @@ class Products:
         x: torch.Tensor,
         *,
         activation: Activation | None = None,
+        times: torch.Tensor | None = None,
         plus: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute a projection; arguments as in `Linear.__call__`."""
@@ -60,6 +62,7 @@ class Products:
         return weight(
             x,
             activation=activation,
+            times=times,
             plus=plus,
             deterministic=self.deterministic,
             changes=self._of_rows[count],
@@ -141,23 +144,26 @@ class TowerReader:
         """Return a tensor in the dtype of activations."""
         return self._source.tensor(self._prefix + name, shape)
 
-    def norm(self, name: str, size: int) -> Affine:
-        """Load a layer norm over `size` numbers."""
-        return Affine(self.tensor(f"{name}.weight", size), self.tensor(f"{name}.bias", size))
+    def norm(self, name: str, size: int, *, bias: bool = True) -> Affine:
+        """Load a norm over `size` numbers."""
+        weight = self.tensor(f"{name}.weight", size)
+        return Affine(weight, self.tensor(f"{name}.bias", size) if bias else None)
 
-    def projection(self, name: str, *shape: int) -> Linear:
-        """Load a projection with a bias; all dimensions but the rows are flattened."""
-        return self.fused([name], *shape)
+    def projection(self, name: str, *shape: int, bias: bool = True) -> Linear:
+        """Load a projection; all dimensions but the rows are flattened."""
+        return self.fused([name], *shape, bias=bias)
 
-    def fused(self, names: list[str], *shape: int) -> Linear:
+    def fused(self, names: list[str], *shape: int, bias: bool = True) -> Linear:
         """Load several projections of one shape as one, with their rows stacked."""
         starts = [self._prefix + name for name in names]
-        biases = [Part(f"{start}.bias", shape[:1]) for start in starts]
+        biases = [Part(f"{start}.bias", shape[:1]) for start in starts] if bias else None
         return self._source.linear(*(Part(f"{s}.weight", shape) for s in starts), bias=biases)
 
 
 def layer_norm(x: torch.Tensor, norm: Affine) -> torch.Tensor:
     """Normalise over the last dim."""
+    if norm.bias is None:
+        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 

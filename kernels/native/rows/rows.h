@@ -86,12 +86,15 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
     }
 }
 
-// Zero-centred norm over one head, then rotation of its first 2 * half dims.
+// Zero-centred norm over one head, none without factors; then rotation of its first 2 * half dims.
 template <typename X, typename T>
 inline void norm_and_rotate(const X* x, T* out, const float* factors, const float* cos,
                             const float* sin, int64_t dim, int64_t half, float eps) {
     float wide[MAX_DIM];
-    norm_row(x, wide, dim, factors, eps);
+    if (factors != nullptr)
+        norm_row(x, wide, dim, factors, eps);
+    else
+        for (int64_t d = 0; d < dim; d += LANES) store(wide + d, load(x + d));
     rotate(wide, cos, sin, half);
     for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(wide + d));
 }

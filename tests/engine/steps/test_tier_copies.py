@@ -17,14 +17,19 @@ from vlm_serve.engine.requests.plan import PartialFold, Slice, StepPlan
 from vlm_serve.engine.steps.tier_copies import Arrivals, CopyStream, SaveRing, Saving
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
 from vlm_serve.models.cache_layout import CacheLayout, Pool
+from vlm_serve.models.cache_layout import Content as PoolContent
 
 BLOCK, BLOCKS, ROWS = 4, 6, 6
 POOLS = (
-    Pool("kv", "block", (2, -1, 1, 3), None),
-    Pool("conv", "row", (5, 3), None),
-    Pool("recurrent", "row", (1, 6, 4), None),
+    Pool("kv", "kv", "block", (2, -1, 1, 3), None),
+    Pool("conv", "inputs", "row", (5, 3), None),
+    Pool("recurrent", "state", "row", (1, 6, 4), None),
 )
-TYPES = {"kv": torch.bfloat16, "conv": torch.bfloat16, "recurrent": torch.float32}
+TYPES: dict[PoolContent, torch.dtype] = {
+    "kv": torch.bfloat16,
+    "inputs": torch.bfloat16,
+    "state": torch.float32,
+}
 Place = tuple[str, int]
 
 

@@ -299,7 +299,7 @@ class MediaPlanner:
 
 
 def _key(root: bytes, span: MediaSpan) -> bytes:
-    return embedding_key(root, span.content_hash, span.merge_size)
+    return embedding_key(root, span.pixels or span.content_hash, span.merge_size)
 
 
 def spans_between(prompt: Prompt, start: int, end: int) -> Iterator[MediaSpan]:

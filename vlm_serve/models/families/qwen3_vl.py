@@ -1,5 +1,5 @@
-"""Qwen3-VL and Qwen3-VL-MoE: attention without gates, and a vision tower whose middle layers add
-features behind the decoder's first ones."""
+"""Qwen3-VL and Qwen3-VL-MoE, and the reasoner of Cosmos3, which is Qwen3-VL: attention without
+gates, and a vision tower whose middle layers add features behind the decoder's first ones."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ DEFAULTS: Defaults = {
 
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json, dense or MoE."""
+    if config.raw["model_type"] == "cosmos3_omni":
+        config = config.viewed("Qwen3VLConfig", "qwen3_vl")
     alone = config.raw["model_type"].endswith("_text")
     text = config if alone else shared.text_section(config)
     mixer = shared.plain_attention(text)

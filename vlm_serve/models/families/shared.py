@@ -8,7 +8,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import ROTATIONS, Config
-from vlm_serve.models.parts.attention import Attention
+from vlm_serve.models.parts.attention import QK_NORMS, Attention
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
@@ -95,24 +95,29 @@ def hybrid_mixers(text: Config, *, interleaved: bool = False) -> list[Mixer]:
     return [mixers[kind] for kind in kinds]
 
 
-def plain_attention(text: Config) -> Attention:
-    """Return the token mixer of models whose layers all have attention without gates."""
+def plain_attention(text: Config, *, norms: bool = True) -> Attention:
+    """Return the token mixer of models whose layers all have attention without gates; see
+    `attention`."""
     text.expect("hidden_act", "silu")
     text.allow("attn_output_gate", False)
-    if text.raw.get("layer_types"):
+    if text.raw.get("layer_types") is not None:
         layer_types(text, ["full_attention"])
-    return attention(text, gated=False)
+    return attention(text, gated=False, norms=norms)
 
 
-def attention(text: Config, *, gated: bool) -> Attention:
-    """Return attention over all keys."""
+def attention(text: Config, *, gated: bool, norms: bool = True) -> Attention:
+    """Return attention over all keys; without `norms`, as in Qwen2, queries, keys and values have
+    biases alone instead."""
     refuse_windows(text)
+    biased = norms and bool(text.value("attention_bias"))
     sizes = Attention(
         heads=text.size("num_attention_heads"),
         kv_heads=text.size("num_key_value_heads"),
         head_dim=text.size("head_dim"),
         gated=gated,
-        bias=bool(text.value("attention_bias")),
+        bias=biased or not norms,
+        out_bias=biased,
+        norms=QK_NORMS if norms else None,
     )
     check_groups("num_attention_heads", sizes.heads, sizes.kv_heads)
     return sizes
@@ -217,16 +222,9 @@ def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
     plain = kind.removesuffix("_moe")
     config.allow("model_type", f"{kind}_vision", kind, plain, f"{plain}_vision")
     config.expect("hidden_act", "gelu_pytorch_tanh")
-    # No published file has this field, so transformers' value applies.
-    angles = config.value("rope_parameters")
-    if angles["rope_type"] != "axial":
-        raise CheckpointError(f"rope_type {angles['rope_type']!r} is not supported, only 'axial'")
     if not deepstack and config.raw.get("deepstack_visual_indexes"):
         indexes = config.raw["deepstack_visual_indexes"]
         raise CheckpointError(f"deepstack_visual_indexes {indexes!r} is not supported, only []")
-    theta = angles["rope_theta"]
-    if not isinstance(theta, int | float) or not (math.isfinite(theta) and theta > 0):
-        raise CheckpointError(f"the vision rope_theta must be positive, not {theta!r}")
     sizes = VisionSpec(
         depth=config.size("depth"),
         hidden_size=config.size("hidden_size"),
@@ -238,14 +236,10 @@ def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
         merge_size=config.size("spatial_merge_size"),
         out_hidden_size=config.size("out_hidden_size"),
         num_positions=config.size("num_position_embeddings"),
-        rope_theta=float(theta),
+        rope_theta=axial_theta(config),
         deepstack=tuple(config.given("deepstack_visual_indexes")) if deepstack else (),
     )
-    if sizes.hidden_size % (4 * sizes.heads):
-        raise CheckpointError(
-            f"the vision hidden_size {sizes.hidden_size} is no multiple of 4 * num_heads, "
-            f"{4 * sizes.heads}"
-        )
+    check_axial_heads(sizes)
     layers = list(sizes.deepstack)
     if layers != sorted(set(layers) & set(range(sizes.depth))):
         raise CheckpointError(
@@ -254,8 +248,30 @@ def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
     return sizes
 
 
-def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
-    """Return the rotation of all or part of each head, by positions on three axes or on one."""
+def axial_theta(config: Config) -> float:
+    """Return the base of a tower's rotation by rows and columns."""
+    # No published file has this field, so transformers' value applies.
+    angles = config.value("rope_parameters")
+    if angles["rope_type"] != "axial":
+        raise CheckpointError(f"rope_type {angles['rope_type']!r} is not supported, only 'axial'")
+    theta = angles["rope_theta"]
+    if not isinstance(theta, int | float) or not (math.isfinite(theta) and theta > 0):
+        raise CheckpointError(f"the vision rope_theta must be positive, not {theta!r}")
+    return float(theta)
+
+
+def check_axial_heads(sizes: Vision) -> None:
+    """Check that heads can be rotated by rows and columns."""
+    if sizes.hidden_size % (4 * sizes.heads):
+        raise CheckpointError(
+            f"the vision hidden_size {sizes.hidden_size} is no multiple of 4 * num_heads, "
+            f"{4 * sizes.heads}"
+        )
+
+
+def rope(text: Config, *, partial: bool, sections: bool, interleaved: bool = True) -> Rope:
+    """Return the rotation of all or part of each head, by positions on three axes or on one;
+    `interleaved`: see `Rope`."""
     fields = _fields(text)
     kind = _kind(fields)
     if not partial:
@@ -273,11 +289,11 @@ def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
         if not fits:
             raise CheckpointError(f"partial_rotary_factor {share} does not fit head_dim {whole}")
         return Rope(theta, dims, (dims // 2, 0, 0), yarn)
-    fields.allow("mrope_interleaved", True)
+    fields.allow("mrope_interleaved", interleaved)
     axes = tuple(fields.given("mrope_section"))
-    if len(axes) != 3 or not fits:
+    if len(axes) != 3 or not fits or not (interleaved or sum(axes) == dims // 2):
         raise CheckpointError(f"mrope_section {list(axes)} does not fit {dims} dims")
-    return Rope(theta, dims, (axes[0], axes[1], axes[2]), yarn)
+    return Rope(theta, dims, (axes[0], axes[1], axes[2]), yarn, interleaved)
 
 
 def context(text: Config, rotation: Rope) -> int:

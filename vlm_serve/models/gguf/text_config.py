@@ -59,6 +59,9 @@ ARCHITECTURES = {
     "qwen3vlmoe": Architecture("qwen3_vl_moe", "qwen3_moe", experts=True),
     "qwen3": Architecture("qwen3", "qwen3"),
     "qwen3moe": Architecture("qwen3_moe", "qwen3_moe", experts=True),
+    "qwen2": Architecture("qwen2", "qwen2"),
+    # Without a tower positions are those of text.
+    "qwen2vl": Architecture("qwen2", "qwen2"),
 }
 """By `general.architecture`."""
 

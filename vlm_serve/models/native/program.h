@@ -117,8 +117,9 @@ struct ShortConv {
     void* inputs;                       // of updates of this layer, [channels]; null without pools
 };
 
-// Normalises and rotates the heads of queries (in place) and keys (into their pages), and copies
-// values into their pages. A row of x holds queries, keys and values of all heads.
+// Normalises, if there are norms, and rotates the heads of queries (in place) and keys (into their
+// pages), and copies values into their pages. A row of x holds queries, keys and values of all
+// heads.
 struct Heads {
     View x, cos, sin;
     int64_t heads, kv_heads, head_dim, half;

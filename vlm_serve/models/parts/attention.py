@@ -40,20 +40,24 @@ from vlm_serve.models.parts.base import (
 from vlm_serve.models.program import Program, UnsupportedError
 from vlm_serve.models.weights import Weights
 
+QK_NORMS = ("q_norm", "k_norm")
+
 
 @dataclass(frozen=True, slots=True)
 class Attention(Mixer):
     """Sizes. `gated`: the output is multiplied by the sigmoid of a gate, whose rows follow the
-    query's of each head in the checkpoint. `name` is the prefix of its tensors' names; `norms` are
-    those of queries and of keys within it, `out` of the output projection."""
+    query's of each head in the checkpoint. `bias`: of queries, keys and values; `out_bias`: of the
+    output. `name` is the prefix of its tensors' names; `norms` are those of queries and of keys
+    within it, if their heads have norms, `out` of the output projection."""
 
     heads: int
     kv_heads: int
     head_dim: int
     gated: bool = True
     bias: bool = False
+    out_bias: bool = False
     name: str = "self_attn"
-    norms: tuple[str, str] = ("q_norm", "k_norm")
+    norms: tuple[str, str] | None = QK_NORMS
     out: str = "o_proj"
 
     @property
@@ -98,12 +102,12 @@ class Attention(Mixer):
                 *self._input(f"{name}.{{}}_proj.weight", (hidden,), ranks),
                 bias=self._input(f"{name}.{{}}_proj.bias", (), ranks) if self.bias else None,
             ),
-            q_norm=load_norm(source, f"{name}.{self.norms[0]}", dim, norm),
-            k_norm=load_norm(source, f"{name}.{self.norms[1]}", dim, norm),
+            q_norm=load_norm(source, f"{name}.{self.norms[0]}", dim, norm) if self.norms else None,
+            k_norm=load_norm(source, f"{name}.{self.norms[1]}", dim, norm) if self.norms else None,
             out_proj=OutputProjection.load(
                 source,
                 Part(f"{name}.{self.out}.weight", (hidden, self.queries), least_bits=4),
-                Part(f"{name}.{self.out}.bias", (hidden,)) if self.bias else None,
+                Part(f"{name}.{self.out}.bias", (hidden,)) if self.out_bias else None,
             ),
             eps=norm.eps,
         )
@@ -131,8 +135,8 @@ class LoadedAttention(LoadedMixer):
 
     sizes: Attention
     in_proj: Linear
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     out_proj: OutputProjection
     eps: float
 

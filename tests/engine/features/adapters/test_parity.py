@@ -25,7 +25,7 @@ from sweeps import quick
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 
-KINDS = ["dense", "vl", "vl moe", "next"]
+KINDS = ["dense", "vl", "vl moe", "next", "vl of qwen2", "vl of qwen2.5"]
 CASES = [(kind, seed) for kind in KINDS for seed in range(3)]
 QUICK = [("vl moe", 0)]
 

@@ -1,0 +1,192 @@
+"""Videos whose positions tell the time, as in Qwen2-VL and Qwen2.5-VL: prompts equal transformers',
+and the same frames at another rate share nothing behind the first temporal patch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import media_reference
+import oracle
+import pytest
+import torch
+from conversation import Messages, build, clip, frames, picture, say
+from families import SPECS
+from hypothesis import given
+from hypothesis import strategies as st
+from make_checkpoint import make_checkpoint
+from PIL import Image
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.media.processing import patch_indices
+from vlm_serve.preprocess.prepare import Preprocessor
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+KINDS = ("vl of qwen2", "vl of qwen2.5")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp("timed") for name in KINDS}
+    return {name: make_checkpoint(folder, SPECS[name]) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def preprocessors(checkpoints: dict[str, Path]) -> Iterator[dict[str, Preprocessor]]:
+    made = {name: build(path) for name, path in checkpoints.items()}
+    yield made
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def timed(preprocessors: dict[str, Preprocessor]) -> Preprocessor:
+    return preprocessors["vl of qwen2.5"]
+
+
+def record(file: Path, pictures: Any, rate: int) -> None:
+    """In a file whose header counts frames, as the reference needs it."""
+    with av.open(str(file), "w") as output:
+        stream: Any = output.add_stream("mpeg4", rate=rate)
+        stream.height, stream.width = pictures[0].shape[:2]
+        for each in pictures:
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(each, format="rgb24")))
+        output.mux(stream.encode())
+
+
+def conversations(image: Image.Image, folder: Path) -> dict[str, Messages]:
+    tall = image.resize((41, 193))
+
+    def film(name: str, *sizes: int, rate: int = 10) -> dict[str, Any]:
+        file = folder / f"{name}.mp4"
+        if not file.exists():
+            count, height, width = sizes
+            record(file, frames(count, height, width, len(name)), rate)
+        return clip(str(file))
+
+    return {
+        "odd pictures": [say(picture(image), "a", picture(tall), picture(image), "?")],
+        "one video": [say(film("one", 60, 34, 90), "What's that?")],
+        "late frames": [say("x", film("late", 90, 32, 32, rate=5))],
+        "all kinds": [
+            say(picture(image), "a", film("first", 50, 64, 96, rate=7), "b", picture(tall)),
+            {"role": "assistant", "content": "A cat."},
+            say(film("second", 13, 64, 96), film("third", 47, 40, 40, rate=30), "c"),
+        ],
+    }
+
+
+NAMES = ("odd pictures", "one video", "late frames", "all kinds")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_equal_transformers(
+    kind: str,
+    name: str,
+    preprocessors: dict[str, Preprocessor],
+    checkpoints: dict[str, Path],
+    cat: Image.Image,
+) -> None:
+    path = checkpoints[kind]
+    messages = conversations(cat, path)[name]
+    prompt, expected = preprocessors[kind].prepare(messages), media_reference.inputs(path, messages)
+    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        items = [item for item in prompt.media if item.modality == modality]
+        found = [item.patches(patch) for item in items for patch in range(item.grid[0])]
+        assert not items or torch.equal(torch.cat(found), expected[pixels])
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
+    known = {each: expected[each] for each in names if each in expected}
+    if kind == "vl of qwen2.5" and "second_per_grid_ts" in expected:
+        known["second_per_grid_ts"] = expected["second_per_grid_ts"]
+    positions, delta = oracle.model(path).model.get_rope_index(**known)
+    assert torch.equal(prompt.positions, positions[:, 0])
+    assert prompt.rope_delta == int(delta[0, 0])
+
+
+def at_rate(preprocessor: Preprocessor, rate: float, count: int = 12) -> Prompt:
+    video = clip(frames(count, 64, 64), fps=rate, num_frames=-1)
+    return preprocessor.prepare([say("This is a recording: ", video, "What is the red circle?")])
+
+
+def test_the_same_frames_at_another_rate_share_nothing_behind_the_first_patch(
+    timed: Preprocessor,
+) -> None:
+    slow, fast = at_rate(timed, 1.0), at_rate(timed, 2.0)
+    assert slow.token_ids == fast.token_ids
+    pixels = [[span.pixels for span in prompt.spans] for prompt in (slow, fast)]
+    assert pixels[0] == pixels[1], "embeddings are shared"
+    assert [span.time for span in slow.spans] == [0, 4, 8, 12, 16, 20]
+    assert [span.time for span in fast.spans] == [0, 2, 4, 6, 8, 10]
+    first = slow.spans[0].end // slow.keys.block_size
+    assert first and slow.keys.block_keys[:first] == fast.keys.block_keys[:first]
+    rest = set(slow.keys.block_keys[first:]), set(fast.keys.block_keys[first:])
+    assert all(rest) and rest[0].isdisjoint(rest[1])
+    assert not set(slow.keys.tails.values()) & {
+        key for cut, key in fast.keys.tails.items() if cut > fast.spans[0].end
+    }
+    again = at_rate(timed, 1.0)
+    assert again.keys.block_keys == slow.keys.block_keys
+
+
+def test_patches_a_position_apart_do_not_depend_on_the_rate(
+    preprocessors: dict[str, Preprocessor],
+) -> None:
+    slow, fast = (at_rate(preprocessors["vl of qwen2"], rate) for rate in (1.0, 2.0))
+    assert [span.time for span in slow.spans] == list(range(6))
+    assert slow.keys.block_keys == fast.keys.block_keys
+
+
+def test_an_answer_behind_a_late_patch_has_keys_of_its_own(timed: Preprocessor) -> None:
+    """Its positions begin behind the video's last one, those of the same text in the next prompt
+    behind the text."""
+    late, soon = at_rate(timed, 0.1), at_rate(timed, 4.0)
+    for prompt, leaps in ((late, True), (soon, False)):
+        length, more = len(prompt), list(range(40))
+        following = prompt.rope_delta + length
+        assert (following > int(prompt.positions[0, -1]) + 1) is leaps
+        answered, read = prompt.keys.fork(), prompt.keys.fork()
+        read._leap = length, 0
+        read._open_spans = read._pack_within(length // 16 * 16, length)
+        for keys in (answered, read):
+            keys.extend(more)
+        shared = length // prompt.keys.block_size
+        assert answered.block_keys[:shared] == read.block_keys[:shared]
+        assert (answered.block_keys[shared] == read.block_keys[shared]) is not leaps
+        assert set(answered.block_keys[shared:]).isdisjoint(read.block_keys[shared:]) is leaps
+        for cut in (length + 3, length + 17):
+            assert (answered.tail(cut) == read.tail(cut)) is not leaps
+        assert answered.tail(length) == read.tail(length) == prompt.keys.tail(length)
+
+
+@given(st.integers(1, 400), st.floats(0.1, 500), st.integers(2, 64), st.sampled_from([1, 2]))
+def test_sampled_frames_fill_whole_patches(
+    total: int, wanted: float, most: int, together: int
+) -> None:
+    found = patch_indices(total, wanted, most, together)
+    assert found == sorted(set(found)) and found[0] == 0 and found[-1] < total
+    assert len(found) % together == 0 or len(found) == total
+    assert len(found) <= max(most, together - 1)
+
+
+def test_more_frames_than_allowed_are_refused(timed: Preprocessor) -> None:
+    with pytest.raises(Exception, match="limit of 4"):
+        part = clip(frames(12), num_frames=-1, max_frames=4)
+        timed.prepare([say(part)])
+
+
+def test_a_rate_that_is_none_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    from checkpoint_parts import write_json
+
+    from vlm_serve.preprocess.text.tokenizer import read_json
+
+    path = make_checkpoint(tmp_path, SPECS["vl of qwen2.5"])
+    config = read_json(path / "config.json")
+    config["vision_config"]["tokens_per_second"] = -1
+    write_json(path / "config.json", config)
+    with pytest.raises(CheckpointError, match="tokens_per_second in config.json must be"):
+        build(path)
