@@ -67,7 +67,7 @@ def test_the_program_of_python(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_question_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    (words,) = lines("chat")
+    _, words = lines("chat")
     assert main(words) == 0
     assert "top right" in capsys.readouterr().out
 
