@@ -82,11 +82,12 @@ class SpareRows:
         one of several; None if there is none."""
         while self._snapshots:
             values = self._worth / (self.prompts + self.horizon - self._asked)
-            least = values.min()
-            rows = np.flatnonzero(values == least)
-            row = int(rows[self._last_used[rows].argmin()])
+            row = int(values.argmin())
+            equal = values == values[row]
+            if np.count_nonzero(equal) > 1:
+                row = int(np.where(equal, self._last_used, np.inf).argmin())
             snapshot = self._snapshots[row]
             if snapshot.worth <= self._worth[row]:
-                return float(least), snapshot
+                return float(values[row]), snapshot
             self.put(snapshot)  # one before it has gone since, so that it saves more
         return None
