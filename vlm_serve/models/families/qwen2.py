@@ -3,6 +3,7 @@ have biases; and vision towers with positions by rotation alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
@@ -71,14 +72,21 @@ DEFAULTS: Defaults = {
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json."""
     kind = config.raw["model_type"]
-    sees = kind in ("qwen2_vl", "qwen2_5_vl")
-    text = _text(config) if sees else config
+    if kind not in ("qwen2_vl", "qwen2_5_vl"):
+        return language_model(config, config, sections=kind != "qwen2")
+    model = language_model(config, _text(config), sections=True)
+    return replace(model, vision=_tower(config))
+
+
+def language_model(config: Config, text: Config, *, sections: bool = False) -> ModelSpec:
+    """Return the model whose language part is the section `text` of a config.json; `sections`: its
+    positions have three axes."""
     text.allow("head_dim", shared.quotient_head_dim(text))
     mixer = shared.plain_attention(text, norms=False)
     layers = [(mixer, shared.mlp(text))] * text.size("num_hidden_layers")
-    rope = shared.rope(text, partial=False, sections=kind != "qwen2", interleaved=False)
-    tower, family = _tower(config) if sees else None, family_of(kind)
-    return shared.model(config, text, layers, rope, family=family, centred=False, tower=tower)
+    rope = shared.rope(text, partial=False, sections=sections, interleaved=False)
+    family = family_of(config.raw["model_type"])
+    return shared.model(config, text, layers, rope, family=family, centred=False)
 
 
 def _text(config: Config) -> Config:
