@@ -18,6 +18,7 @@ from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.models import load_model
@@ -102,6 +103,29 @@ def test_logits_and_greedy_tokens(path: Path, tiled: Preprocessor, photographs: 
         again = Sequence_(list(tokens), prompt.positions, media)
         expected = oracle.greedy(path, inputs, 24)
         assert Driver(model, block_size=64).generate(again, 24) == expected
+
+
+def test_names_of_older_files(path: Path, tmp_path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    older = {
+        name.replace("model.language_model.", "language_model.model.")
+        .replace("lm_head.", "language_model.lm_head.")
+        .removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+    }
+    assert {name.partition(".")[0] for name in older} == {
+        *("language_model", "vision_tower", "multi_modal_projector")
+    }
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    save_file(older, tmp_path / "model.safetensors")
+    patches = torch.rand(64, 3 * 8 * 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for each in (path, tmp_path):
+        model = load_model(each, torch.float32, "cpu")
+        rows = model.encode_media(patches, [(1, 8, 8)], [2])[0]
+        one = Sequence_(list(range(20)), torch.arange(20).expand(3, 20), [(2, rows)])
+        found.append(Driver(model, block_size=64).prefill(one))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("options", [{"detail": "low"}, {"max_slice_nums": 1}])
