@@ -27,6 +27,7 @@ from vlm_serve.models.families import (
     lfm2_vl,
     minicpmv,
     qwen2,
+    qwen2_vl,
     qwen3,
     qwen3_5,
     qwen3_next,
@@ -38,7 +39,7 @@ from vlm_serve.models.vision_windows import WindowVisionSpec
 TABLES = {
     source: table
     for family in (
-        *(qwen3_5, qwen3_vl, qwen3_next, qwen3, qwen2),
+        *(qwen3_5, qwen3_vl, qwen3_next, qwen3, qwen2, qwen2_vl),
         *(minicpmv, lfm2, lfm2_moe, lfm2_vl, internvl),
     )
     for source, table in family.DEFAULTS.items()

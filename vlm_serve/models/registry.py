@@ -56,6 +56,7 @@ _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
 _QWEN3 = "vlm_serve.models.families.qwen3"
 _QWEN2 = "vlm_serve.models.families.qwen2"
+_QWEN2_VL = "vlm_serve.models.families.qwen2_vl"
 _MINICPMV = "vlm_serve.models.families.minicpmv"
 _LFM2 = "vlm_serve.models.families.lfm2"
 _LFM2_VL = "vlm_serve.models.families.lfm2_vl"
@@ -104,8 +105,8 @@ FAMILIES = {
         "Qwen2Config",
         state=False,
     ),
-    "qwen2_vl": Served("Qwen2-VL 2B, 7B, 72B", _QWEN2, "Qwen2VLConfig", state=False),
-    "qwen2_5_vl": Served("Qwen2.5-VL 3B, 7B, 32B, 72B", _QWEN2, "Qwen2_5_VLConfig", state=False),
+    "qwen2_vl": Served("Qwen2-VL 2B, 7B, 72B", _QWEN2_VL, "Qwen2VLConfig", state=False),
+    "qwen2_5_vl": Served("Qwen2.5-VL 3B, 7B, 32B, 72B", _QWEN2_VL, "Qwen2_5_VLConfig", state=False),
     "internvl": Served(
         "InternVL3 1B to 78B, InternVL3.5 1B to 241B-A28B, as transformers saves them",
         _INTERNVL,
@@ -126,8 +127,8 @@ FAMILIES = {
 
 PARTS = {
     "qwen3_vl_text": _Text("", _QWEN3_VL, "Qwen3VLTextConfig", state=False),
-    "qwen2_vl_text": _Text("", _QWEN2, "Qwen2VLTextConfig", state=False),
-    "qwen2_5_vl_text": _Text("", _QWEN2, "Qwen2_5_VLTextConfig", state=False),
+    "qwen2_vl_text": _Text("", _QWEN2_VL, "Qwen2VLTextConfig", state=False),
+    "qwen2_5_vl_text": _Text("", _QWEN2_VL, "Qwen2_5_VLTextConfig", state=False),
     "qwen3_vl_moe_text": _Text("", _QWEN3_VL, "Qwen3VLMoeTextConfig", state=False, experts=True),
 }
 """Language models that trainers save without the tower that all published ones have."""
