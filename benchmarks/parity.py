@@ -52,8 +52,9 @@ def small_pool(pipe: Pipeline, blocks: int, snapshots: int) -> EngineConfig:
 
 def cases(checkpoint: Path, pipe: Pipeline) -> Iterator[tuple[str, list[Comparison]]]:
     """Every case on fresh caches, hits right after what makes them hits."""
-    media = read_spec(checkpoint).vision is not None
-    known = conversations(media=media)
+    spec = read_spec(checkpoint)
+    media = spec.vision is not None
+    known = conversations(media=media, videos=bool(spec.family.video_pad))
 
     def run(*batches: Sequence[Any], on: Pipeline = pipe) -> list[Comparison]:
         on.engine.flush()
@@ -73,8 +74,8 @@ def cases(checkpoint: Path, pipe: Pipeline) -> Iterator[tuple[str, list[Comparis
     with Pipeline(checkpoint, config(prefix_cache_state_interval=1000)) as sparse:
         yield "junction, three requests", run(*junction, on=sparse)
     with Pipeline(checkpoint, small_pool(pipe, 110, 4)) as crowded:
-        names = ("one image", "several turns", "text") if media else known
-        yield "after eviction", run(*([known[name]] for name in [*names] * 2), on=crowded)
+        names = known.keys() & {"one image", "several turns", "text"} if media else known.keys()
+        yield "after eviction", run(*([known[name]] for name in sorted(names) * 2), on=crowded)
     with Pipeline(checkpoint, small_pool(pipe, 40, 4)) as crowded:
         yield "after preemption", run([random_ids(120, 20 + i) for i in range(4)], on=crowded)
         assert crowded.engine.stats()["num_preemptions"] > 0

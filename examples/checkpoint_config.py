@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import checkpoint_internvl
 import checkpoint_minicpm
 import checkpoint_qwen2
 from checkpoint_lfm2 import fields as lfm2_fields
@@ -15,8 +16,8 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return config.json of the language model; for text-only checkpoints the whole file."""
     if spec.family == "lfm2":
         return lfm2_fields(spec)
-    alone = spec.family in ("qwen3_next", "qwen3", "qwen2")
-    kind = spec.model_type if alone else f"{spec.model_type}_text"
+    alone = spec.kin in ("qwen3_next", "qwen3", "qwen2")
+    kind = spec.text_family or (spec.model_type if alone else f"{spec.model_type}_text")
     if spec.family == "cosmos3_omni":
         kind = "qwen3_vl_text"
     if spec.sliced:
@@ -47,7 +48,7 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
     """Return the rotary settings, placed and named as in each family's published files."""
     if spec.family == "qwen3_next":
         return {"rope_theta": spec.rope_theta, "rope_scaling": None, "partial_rotary_factor": 0.25}
-    if spec.family in ("qwen3", "qwen2"):
+    if spec.kin in ("qwen3", "qwen2"):
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}
     if spec.older:
         half = spec.head_dim // 2
@@ -110,6 +111,8 @@ def _dense(spec: CheckpointSpec) -> dict[str, Any]:
 
 def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a checkpoint with a vision tower, without the token ids."""
+    if spec.family == "internvl":
+        return checkpoint_internvl.fields(spec, text)
     if spec.tiled:
         return vl_fields(spec, text)
     whole: dict[str, Any] = {

@@ -158,6 +158,8 @@ def write_tokenizer_files(
     """
     tokenizer.save(str(path / "tokenizer.json"))
     template = CHAT_TEMPLATE if named is None else BARE_CHAT_TEMPLATE
+    for name, pad in (("context_image_token", "image"), ("video_token", "video")):
+        template = template.replace(f"<|{pad}_pad|>", (named or {}).get(name, f"<|{pad}_pad|>"))
     (path / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = {
         "tokenizer_class": kind,

@@ -21,6 +21,7 @@ FAMILIES = {
     "minicpmv4_7": "MiniCPMV4_7",
     "minicpm_ocr": "MiniCPMOcr",
     "lfm2": "Lfm2",
+    "internvl": "InternVL",
 }
 """Families, and what the names of transformers' classes begin with."""
 
@@ -45,6 +46,8 @@ class CheckpointSpec:
     - LFM2 has short convolutions of `conv_kernel` taps, with a `conv_bias` or without; every
       `full_attention_interval`-th layer has attention. With a tower it cuts pictures into tiles of
       `tile_size` pixels a side, and has a `projector_norm` or none.
+    - InternVL has the language model `text_family`, qwen3 or qwen2, with the same rules, and always
+      cuts pictures into tiles. With `large_tower` its tower is like that of its largest models.
     - `quantization` is one of `quantised_weights.FORMATS`; some have a scale per `group_size`.
 
     Raises:
@@ -88,6 +91,8 @@ class CheckpointSpec:
     max_video_frames: int = 16
     tile_size: int = 64
     projector_norm: bool = True
+    text_family: str = ""
+    large_tower: bool = False
     image_min_pixels: int = 32 * 32
     image_max_pixels: int = 512 * 512
     video_min_pixels: int = 2 * 32 * 32
@@ -108,6 +113,8 @@ class CheckpointSpec:
     @property
     def model_type(self) -> str:
         """The family's name in transformers."""
+        if self.family == "internvl":
+            return self.family
         if self.tiled:
             return "lfm2_vl"
         moe = self.num_experts and self.family != "qwen3_next"
@@ -117,7 +124,8 @@ class CheckpointSpec:
     def architecture(self) -> str:
         """Prefix of the names of transformers' classes."""
         moe = self.model_type.endswith("_moe")
-        return FAMILIES[self.family] + ("Vl" if self.tiled else "Moe" if moe else "")
+        vl = self.tiled and self.family == "lfm2"
+        return FAMILIES[self.family] + ("Vl" if vl else "Moe" if moe else "")
 
     @property
     def hybrid(self) -> bool:
@@ -127,12 +135,12 @@ class CheckpointSpec:
     @property
     def kin(self) -> str:
         """The family whose parts it has: Cosmos3's reasoner is Qwen3-VL."""
-        return "qwen3_vl" if self.family == "cosmos3_omni" else self.family
+        return "qwen3_vl" if self.family == "cosmos3_omni" else self.text_family or self.family
 
     @property
     def older(self) -> bool:
-        """True for Qwen2 and its vision models."""
-        return self.family.startswith("qwen2")
+        """True for the language model of Qwen2 and its vision models."""
+        return self.kin.startswith("qwen2")
 
     @property
     def sliced(self) -> bool:
@@ -142,7 +150,7 @@ class CheckpointSpec:
     @property
     def tiled(self) -> bool:
         """True if large pictures are cut into tiles."""
-        return self.family == "lfm2" and self.vision_depth > 0
+        return self.family in ("lfm2", "internvl") and self.vision_depth > 0
 
     @property
     def deepstack(self) -> list[int]:
@@ -169,7 +177,11 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("qwen3_next has num_experts and no vision_depth")
     if spec.family in ("qwen3", "qwen2") and spec.vision_depth:
         raise ValueError(f"{spec.family} has no vision_depth")
-    if spec.tiled and spec.num_experts:
+    if (spec.text_family in ("qwen3", "qwen2")) != (spec.family == "internvl"):
+        raise ValueError("internvl, and no other, has a text_family, qwen3 or qwen2")
+    if spec.family == "internvl" and not spec.vision_depth:
+        raise ValueError("internvl has a vision_depth")
+    if spec.family == "lfm2" and spec.tiled and spec.num_experts:
         raise ValueError("lfm2 has a vision_depth or num_experts")
     if spec.kin.endswith("_vl") and not spec.vision_depth:
         raise ValueError(f"{spec.family} has a vision_depth")
@@ -219,6 +231,7 @@ SMALL_SPECS = {
     "minicpmv4_7": CheckpointSpec(family="minicpmv4_7"),
     "minicpm_ocr": CheckpointSpec(family="minicpm_ocr", downsample_mode="4x"),
     "lfm2": CheckpointSpec(family="lfm2", conv_kernel=3, vision_depth=0),
+    "internvl": CheckpointSpec(family="internvl", text_family="qwen3"),
 }
 """What a checkpoint of each family begins as."""
 

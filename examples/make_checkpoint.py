@@ -8,6 +8,7 @@
     python examples/make_checkpoint.py /tmp/tiny-qwen25-vl --family qwen2_5_vl
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
     python examples/make_checkpoint.py /tmp/tiny-lfm2 --family lfm2
+    python examples/make_checkpoint.py /tmp/tiny-internvl --family internvl
     python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
 
 The weights are drawn to make outputs sensitive to the input: every layer contributes about as much
@@ -22,6 +23,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import checkpoint_internvl
 import checkpoint_qwen2
 import torch
 from checkpoint_config import full_config, text_config
@@ -65,7 +67,10 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     kind, split = _TOKENIZERS.get(spec.family, ("Qwen2Tokenizer", PLAIN_SPLIT_PATTERN))
     texts = sample_text(4 * spec.vocab_size, spec.seed)
     named = TILE_NAMES if spec.tiled else NAMED_TOKENS if spec.sliced else None
-    more = [*(named or {}).values(), *(TILE_TOKENS if spec.tiled else ())]
+    places = TILE_TOKENS if spec.tiled else ()
+    if spec.family == "internvl":
+        named, places = checkpoint_internvl.NAMED_TOKENS, ()
+    more = [*(named or {}).values(), *places]
     tokenizer = build_tokenizer(texts, spec.vocab_size, split, more)
     write_tokenizer_files(
         path,
@@ -80,6 +85,10 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     if spec.sliced:
         write_processors(path, spec)
         config = full_config(spec, config) | token_ids(spec, tokenizer)
+    elif spec.family == "internvl":
+        checkpoint_internvl.write_processor(path, spec)
+        image = {"image_token_id": token_id(tokenizer, "<IMG_CONTEXT>")}
+        config = full_config(spec, config) | image
     elif spec.tiled:
         write_processor(path, spec)
         image = {"image_token_id": token_id(tokenizer, "<|image_pad|>")}

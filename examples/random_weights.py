@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator
 
+import checkpoint_internvl
 import checkpoint_minicpm
 import checkpoint_qwen2
 import torch
@@ -35,7 +36,8 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
 
 
 def _entries(spec: CheckpointSpec) -> Iterator[Entry]:
-    prefix = "model.language_model" if spec.vision_depth and not spec.older else "model"
+    beside = spec.older and spec.family != "internvl"
+    prefix = "model.language_model" if spec.vision_depth and not beside else "model"
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
     yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), embedding
@@ -133,6 +135,8 @@ def _predictor(spec: CheckpointSpec) -> Iterator[Entry]:
 
 
 def _tower(spec: CheckpointSpec) -> Iterator[Entry]:
+    if spec.family == "internvl":
+        return checkpoint_internvl.vision_entries(spec)
     if spec.older:
         return checkpoint_qwen2.vision_entries(spec)
     if spec.tiled:

@@ -200,6 +200,23 @@ _LFM2_VL: Shapes = {
     ),
 }
 
+_INTERNVL: Shapes = {
+    "internvl": CheckpointSpec(family="internvl", text_family="qwen3", vision_depth=3, seed=31),
+    "internvl, qwen2, tied, a large tower, resampled positions": CheckpointSpec(
+        family="internvl",
+        text_family="qwen2",
+        head_dim=16,
+        vision_heads=4,
+        large_tower=True,
+        num_position_embeddings=36,
+        tied_embeddings=True,
+        seed=32,
+    ),
+    "internvl, one kv head": CheckpointSpec(
+        family="internvl", text_family="qwen2", head_dim=16, kv_heads=1, tile_size=48, seed=33
+    ),
+}
+
 FAMILIES: dict[str, Shapes] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
@@ -220,6 +237,7 @@ FAMILIES: dict[str, Shapes] = {
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2_MOE,
     "lfm2_vl": _LFM2_VL,
+    "internvl": _INTERNVL,
 }
 """By model type, as the registry has them."""
 

@@ -82,15 +82,16 @@ def random_ids(length: int, seed: int, vocabulary: int = 300) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(length)]
 
 
-def conversations(*, media: bool) -> dict[str, list[dict[str, Any]]]:
-    """All of them, or those without pictures and videos."""
-    plain = {name: each for name, each in CONVERSATIONS.items() if not _has_media(each)}
-    return CONVERSATIONS if media else plain | {"turns": _TURNS}
+def conversations(*, media: bool, videos: bool = True) -> dict[str, list[dict[str, Any]]]:
+    """All of them, or those without pictures and videos, or without videos."""
+    known = {"text"} | ({"image"} if media else set()) | ({"video"} if media and videos else set())
+    taken = {name: each for name, each in CONVERSATIONS.items() if _kinds(each) <= known}
+    return taken if media else taken | {"turns": _TURNS}
 
 
-def _has_media(conversation: list[dict[str, Any]]) -> bool:
+def _kinds(conversation: list[dict[str, Any]]) -> set[str]:
     parts = [part for message in conversation for part in message["content"]]
-    return any(part["type"] != "text" for part in parts if isinstance(part, dict))
+    return {part["type"] for part in parts if isinstance(part, dict)}
 
 
 _TURNS = [

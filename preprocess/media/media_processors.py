@@ -25,6 +25,8 @@ from vlm_serve.preprocess.media.processors import (
     image_config,
     slice_image_config,
     slice_video_config,
+    square_side,
+    square_tile_config,
     tile_image_config,
     video_config,
 )
@@ -73,6 +75,10 @@ def find_processors(
     videos: PictureConfig | None
     read_image: Callable[[MediaPart, Any], Any]
     read_video: Callable[[MediaPart, Any], Any]
+    if family.tile == "":
+        patch_size = square_side("patch_size", config["vision_config"].get("patch_size", 14))
+        images = square_tile_config(directory, patch_size)
+        return Processor(images, tile_image_options, process_image) if images else None, None
     if family.tile is not None:
         images, videos = tile_image_config(directory), None
         read_image, read_video = tile_image_options, slice_video_options

@@ -9,8 +9,8 @@ A hash names the pixels that the model sees (docs/architecture.md#identity).
 Sizes of resized pictures, and the frames sampled from a video, follow transformers'
 `Qwen2VLImageProcessor.resize` / `smart_resize` and `Qwen3VLVideoProcessor.resize` /
 `sample_frames`, number for number, or `Qwen2VLVideoProcessor`; with slices,
-`MiniCPMV4_6ImageProcessor` and `MiniCPMV4_6VideoProcessor`, or `Lfm2VlImageProcessor`, whose
-slices are called tiles.
+`MiniCPMV4_6ImageProcessor` and `MiniCPMV4_6VideoProcessor`, or `Lfm2VlImageProcessor` and
+`GotOcr2ImageProcessor`, whose slices are called tiles.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from vlm_serve.preprocess.media.part_options import (
     VideoOptions,
 )
 from vlm_serve.preprocess.media.processors import (
+    FittedTileConfig,
     FrameVideoConfig,
     PictureConfig,
     PixelConfig,
@@ -405,17 +406,32 @@ def _lay_out_tiles(
     modality: Modality, height: int, width: int, options: SliceOptions, config: SliceConfig
 ) -> PictureLayout:
     assert isinstance(config, TileConfig)
-    bounds = config.bounds(options.merge_size)
-    size, cut, factor = image_size(height, width, **bounds), None, bounds["factor"]
-    least = config.patch_size
-    area = max(least, round(height / factor) * factor) * max(least, round(width / factor) * factor)
-    if options.max_slices >= config.min_slices and area > bounds["max_pixels"] * config.tolerance:
-        cut = tile_grid(height, width, config.min_slices, options.max_slices, side=config.side)
     tile = config.side, config.side
-    return PictureLayout(modality, size, options.merge_size, config, cut, tile if cut else (0, 0))
+    size, cut, large, fitted = tile, (1, 1), True, False
+    if isinstance(config, FittedTileConfig):
+        size, large = _fitted(height, width, options.merge_size, config)
+        fitted = True
+    if large and options.max_slices >= config.min_slices:
+        least, most = config.min_slices, options.max_slices
+        cut = tile_grid(height, width, least, most, side=config.side, ordered=not fitted)
+    if cut == (1, 1):
+        return PictureLayout(modality, size, options.merge_size, config)
+    return PictureLayout(modality, size, options.merge_size, config, cut, tile)
 
 
-def tile_grid(height: int, width: int, least: int, most: int, *, side: int) -> tuple[int, int]:
+def _fitted(
+    height: int, width: int, merge_size: int, config: FittedTileConfig
+) -> tuple[tuple[int, int], bool]:
+    """Return the size of a picture that is seen whole, and whether it is large enough to be cut."""
+    bounds, least = config.bounds(merge_size), config.patch_size
+    size, factor = image_size(height, width, **bounds), bounds["factor"]
+    area = max(least, round(height / factor) * factor) * max(least, round(width / factor) * factor)
+    return size, area > bounds["max_pixels"] * config.tolerance
+
+
+def tile_grid(
+    height: int, width: int, least: int, most: int, *, side: int, ordered: bool = False
+) -> tuple[int, int]:
     """Return (rows, columns) of the tiles of a picture: those whose shape is closest to its own. Of
     two such cuts that come one after the other, with fewer tiles first, the later one counts if the
     picture has more than half of its pixels.
@@ -423,8 +439,9 @@ def tile_grid(height: int, width: int, least: int, most: int, *, side: int) -> t
     Args:
         least, most: number of tiles.
         side: of a tile, in pixels.
+        ordered: narrow cuts come before wide ones of equally many tiles.
     """
-    # In transformers' order, which decides between cuts of equally many tiles.
+    # Otherwise in the order of transformers' set, which decides between equally many tiles.
     shapes = {
         (columns, rows)
         for count in range(least, most + 1)
@@ -433,7 +450,7 @@ def tile_grid(height: int, width: int, least: int, most: int, *, side: int) -> t
         if least <= columns * rows <= most
     }
     best, distance = (1, 1), math.inf
-    for columns, rows in sorted(shapes, key=math.prod):
+    for columns, rows in sorted(sorted(shapes) if ordered else shapes, key=math.prod):
         found = abs(width / height - columns / rows)
         large = height * width > 0.5 * side * side * columns * rows
         if found < distance or (found == distance and large):

@@ -216,6 +216,16 @@ def _shared_fields(
     }
 
 
+def square_side(name: str, value: Any) -> int:
+    """Return the side of a square that a config gives once or for height and width. Raises
+    CheckpointError."""
+    sides = set(value) if isinstance(value, list | tuple) else {value}
+    side = sides.pop() if len(sides) == 1 else None
+    if type(side) is not int or side < 1:
+        raise CheckpointError(f"{name} must be the side of a square, not {value!r}")
+    return side
+
+
 def _size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
     """Read a positive integer. Raises CheckpointError."""
     value = raw.get(name, default)
@@ -358,21 +368,32 @@ class SliceVideoConfig(SliceConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig(SliceConfig):
-    """Settings for large pictures cut into tiles, with the whole picture small behind them. Tiles
-    are the slices: squares of `side` pixels, `max_slices` at most.
+    """Settings for pictures cut into tiles, with the whole picture small behind them. Tiles are the
+    slices: squares of `side` pixels, `max_slices` at most. The whole picture is squeezed into one
+    (transformers' `GotOcr2ImageProcessor`).
 
     Attributes:
         min_slices: least number of tiles.
-        min_tokens, max_tokens: of a picture that is seen whole.
-        tolerance: a picture of so many times the most tokens is cut.
         thumbnail: show the whole picture behind its tiles.
     """
 
     min_slices: int
+    thumbnail: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedTileConfig(TileConfig):
+    """Settings by which the whole picture keeps its shape, and only a large one is cut
+    (transformers' `Lfm2VlImageProcessor`).
+
+    Attributes:
+        min_tokens, max_tokens: of a picture that is seen whole.
+        tolerance: a picture of so many times the most tokens is cut.
+    """
+
     min_tokens: int
     max_tokens: int
     tolerance: float
-    thumbnail: bool
 
     def bounds(self, merge_size: int) -> dict[str, int]:
         """Return the arguments of `image_size` for a picture that is seen whole."""
@@ -381,7 +402,43 @@ class TileConfig(SliceConfig):
         return {"factor": factor, "min_pixels": low, "max_pixels": high}
 
 
-def tile_image_config(directory: Path | str) -> TileConfig | None:
+def square_tile_config(directory: Path | str, patch_size: int) -> TileConfig | None:
+    """Return the config of the image processor, None if the checkpoint has none. Defaults are those
+    of transformers' `InternVLProcessor`, which cuts whatever the file says of `crop_to_patches`.
+
+    Args:
+        patch_size: of config.json; the processor config has none.
+
+    Raises CheckpointError for settings that are not supported or do not fit the patches.
+    """
+    raw = _image_fields(directory)
+    if not raw:
+        return None
+    size = raw.get("size") or {}
+    side = square_side("size", [size.get("height", 384), size.get("width", 384)])
+    if side % (2 * patch_size):
+        raise CheckpointError(f"size {side} is no multiple of a token's {2 * patch_size} pixels")
+    counted = read_json(Path(directory) / "processor_config.json").get("image_seq_length", 256)
+    if counted != (made := (side // (2 * patch_size)) ** 2):
+        raise _unsupported("image_seq_length", counted, made)
+    shared = _shared_fields(
+        {**raw, "patch_size": patch_size, "do_resize": True},
+        patch_size=patch_size,
+        mean=_CLIP_MEAN,
+        std=_CLIP_STD,
+    )
+    return TileConfig(
+        **shared | {"temporal_patch_size": 1, "merge_size": 1},
+        max_slices=_size_field(raw, "max_patches", 12),
+        side=side,
+        downsample=2,
+        numbered=False,
+        min_slices=_size_field(raw, "min_patches", 1),
+        thumbnail=True,
+    )
+
+
+def tile_image_config(directory: Path | str) -> FittedTileConfig | None:
     """Return the config of the image processor, None if the checkpoint has none. Defaults are those
     of transformers' `Lfm2VlImageProcessor`.
 
@@ -401,7 +458,7 @@ def tile_image_config(directory: Path | str) -> TileConfig | None:
     if least < 2:
         raise _unsupported("min_tiles", least, 2)
     most = _size_field(raw, "max_tiles", 10) if raw.get("do_image_splitting", True) else 1
-    return TileConfig(
+    return FittedTileConfig(
         **shared | {"temporal_patch_size": 1, "merge_size": 1},
         max_slices=most,
         side=_size_field(raw, "tile_size", 512),

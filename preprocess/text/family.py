@@ -31,7 +31,8 @@ class Family:
         id_start, id_end: the tokens around a picture's number, likewise.
         numbered: the media with such numbers before them.
         tile, thumbnail: the tokens before a tile of a picture, formatted with its row and column,
-            and before the whole picture behind them; None for families without tiles.
+            and before the whole picture behind them; None for families without tiles; "": no
+            tokens, and a picture without tiles is squeezed into a square.
         downsample: `downsample_mode` of pictures in slices where files name none.
         positions: "mrope": a span is a grid of its own; "count": all tokens count up one by one,
             media too; "canvas": a picture's slices lie side by side, under the whole picture.
@@ -104,6 +105,17 @@ LFM2_VL = Family(
     positions="count",
 )
 
+INTERNVL = replace(
+    QWEN2,
+    image_pad="<IMG_CONTEXT>",
+    video_pad="",
+    vision_start="<img>",
+    vision_end="</img>",
+    tile="",
+    thumbnail="",
+    positions="count",
+)
+
 _FAMILIES = {
     "qwen3_5": QWEN3_5,
     "qwen3_vl": QWEN2,
@@ -116,6 +128,7 @@ _FAMILIES = {
     "minicpmv4_6": MINICPMV4_6,
     "minicpmv4_7": MINICPMV4_7,
     "lfm2_vl": LFM2_VL,
+    "internvl": INTERNVL,
     "minicpm_ocr": replace(MINICPMV4_6, downsample="4x"),
 }
 """By prefix of the model type."""

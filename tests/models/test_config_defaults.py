@@ -21,11 +21,13 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model
 from vlm_serve.models.config import Config, mismatch
 from vlm_serve.models.families import (
+    internvl,
     lfm2,
     lfm2_moe,
     lfm2_vl,
     minicpmv,
     qwen2,
+    qwen2_vl,
     qwen3,
     qwen3_5,
     qwen3_next,
@@ -36,7 +38,10 @@ from vlm_serve.models.vision_windows import WindowVisionSpec
 
 TABLES = {
     source: table
-    for family in (qwen3_5, qwen3_vl, qwen3_next, qwen3, qwen2, minicpmv, lfm2, lfm2_moe, lfm2_vl)
+    for family in (
+        *(qwen3_5, qwen3_vl, qwen3_next, qwen3, qwen2, qwen2_vl),
+        *(minicpmv, lfm2, lfm2_moe, lfm2_vl, internvl),
+    )
     for source, table in family.DEFAULTS.items()
 }
 WHOLE = (
@@ -58,6 +63,7 @@ WHOLE = (
     "Lfm2Config",
     "Lfm2MoeConfig",
     "Lfm2VlConfig",
+    "InternVLConfig",
 )
 ROPE = ("rope_theta", "partial_rotary_factor")
 PUBLISHED: dict[str, dict[str, Any]] = {"Qwen3MoeConfig": {"norm_topk_prob": True}}

@@ -23,6 +23,7 @@ from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.parts.short_conv import ShortConv
 from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.models.vision_class import ClassVisionSpec
 from vlm_serve.models.vision_rotary import RotaryVisionSpec
 from vlm_serve.models.vision_unshuffled import UnshuffledVisionSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
@@ -161,6 +162,48 @@ def test_lfm2_vl() -> None:
         spec_of(made)
 
 
+def test_internvl() -> None:
+    large = spec_of(config_of(SPECS["internvl, qwen2, tied, a large tower, resampled positions"]))
+    assert large.vision == ClassVisionSpec(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=64,
+        heads=4,
+        in_channels=3,
+        patch_size=8,
+        side=6,
+        merge_size=2,
+        out_hidden_size=64,
+        projector_size=64,
+        biased=False,
+        centred=False,
+        qk_norms=True,
+    )
+    assert large.tied_embeddings and large.family.image_pad == "<IMG_CONTEXT>"
+    assert {layer.mixer for layer in large.layers} == {
+        Attention(4, 2, 16, gated=False, bias=True, norms=None)
+    }
+    made = config("internvl")
+    spec = spec_of(made)
+    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    experts = made["text_config"] | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    assert spec_of({**made, "text_config": experts}).routing == Routing(128, 8)
+    for section, name, value, complaint in (
+        (None, "downsample_ratio", 0.25, "downsample_ratio 0.25 is not supported, only 0.5"),
+        (None, "vision_feature_layer", -2, "vision_feature_layer -2 is not supported, only -1"),
+        (None, "projector_hidden_act", "relu", "projector_hidden_act 'relu' is not supported"),
+        ("text_config", "model_type", "llama", "the text model_type 'llama' is not supported"),
+        ("vision_config", "norm_type", "batch", "norm_type 'batch' is not supported"),
+        ("vision_config", "patch_size", [8, 4], "patch_size must be the side of a square"),
+        ("vision_config", "image_size", 60, "image_size 60 is no multiple of patch_size 8"),
+        ("vision_config", "num_attention_heads", 5, "hidden_size 32 is no multiple of num_atten"),
+    ):
+        changed = config("internvl")
+        (changed[section] if section else changed)[name] = value
+        with pytest.raises(CheckpointError, match=complaint):
+            spec_of(changed)
+
+
 def test_biases_of_attention_are_read() -> None:
     mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixer
     assert mixer == Attention(4, 2, 32, gated=False, bias=True, out_bias=True)
@@ -272,7 +315,8 @@ def test_untied_where_neither_section_says_so() -> None:
 LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 ALL = tuple(FAMILIES)
-VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni"), ("qwen3", "qwen3_moe")
+VL = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni")
+PLAIN = ("qwen3", "qwen3_moe", "internvl")
 OLDER, OLDER_VL = ("qwen2",), ("qwen2_vl", "qwen2_5_vl")
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm2_vl")
 GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN + OLDER + OLDER_VL + CONVOLUTIONS)
@@ -421,7 +465,7 @@ def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], compla
         ("kimi_k25", "MLA"),
         ("olmo_hybrid", "negative eigenvalues"),
         ("gemma3", "sliding windows"),
-        ("internvl", "another vision tower"),
+        ("internvl_chat", "the layout of its own code"),
         ("qwen3_asr", "has audio"),
     ],
 )

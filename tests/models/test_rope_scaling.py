@@ -30,7 +30,7 @@ def dense(**changes: Any) -> dict[str, Any]:
     return full_config(spec, text_config(spec) | changes)
 
 
-def transformers_yarn(theta: float, dims: int, fields: dict[str, Any]) -> tuple[Any, float]:
+def of_transformers(theta: float, dims: int, fields: dict[str, Any]) -> tuple[Any, float]:
     oracle.prepare_torchvision()
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -42,7 +42,7 @@ def transformers_yarn(theta: float, dims: int, fields: dict[str, Any]) -> tuple[
         max_position_embeddings=4096,
         rope_parameters={"rope_theta": theta, **fields},
     )
-    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[fields["rope_type"]](config)
     return frequencies, scale
 
 
@@ -77,7 +77,7 @@ def test_numbers_equal_those_of_transformers(
     )
     made["text_config"]["head_dim"] = head
     rope = spec_of(made).rope
-    expected, scale = transformers_yarn(theta, 2 * half, dict(fields))
+    expected, scale = of_transformers(theta, 2 * half, dict(fields))
     assert torch.equal(rope.frequencies(), expected)
     assert rope.scale == scale
 
@@ -149,6 +149,14 @@ def test_a_kind_that_rope_scaling_would_replace_is_named() -> None:
     assert spec_of(dense(rope_parameters=saved | ADDED, rope_scaling=saved | ADDED)).rope.yarn
 
 
+def test_a_dynamic_rotation_is_plain_within_the_context() -> None:
+    fields = {"rope_type": "dynamic", "factor": 2.0}
+    spec = spec_of(text_config(SPECS["qwen3"]) | {"rope_scaling": {**fields, "type": "dynamic"}})
+    assert spec.rope == spec_of(text_config(SPECS["qwen3"])).rope
+    expected, scale = of_transformers(spec.rope.theta, spec.rope.rotary_dim, fields)
+    assert torch.equal(spec.rope.frequencies(), expected) and scale == spec.rope.scale
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
@@ -159,7 +167,7 @@ def test_a_kind_that_rope_scaling_would_replace_is_named() -> None:
         ({"beta_fast": -1}, "beta_fast in config.json must be positive"),
         ({"attention_factor": 0}, "attention_factor in config.json must be positive"),
         ({"rope_theta": 1.0}, "rope_theta in config.json must be more than 1 with YaRN"),
-        ({"rope_type": "dynamic"}, "rope_type 'dynamic' is not supported"),
+        ({"rope_type": "longrope"}, "rope_type 'longrope' is not supported"),
     ],
 )
 def test_bad_numbers_are_named(fields: dict[str, Any], complaint: str) -> None:

@@ -56,9 +56,11 @@ _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
 _QWEN3 = "vlm_serve.models.families.qwen3"
 _QWEN2 = "vlm_serve.models.families.qwen2"
+_QWEN2_VL = "vlm_serve.models.families.qwen2_vl"
 _MINICPMV = "vlm_serve.models.families.minicpmv"
 _LFM2 = "vlm_serve.models.families.lfm2"
 _LFM2_VL = "vlm_serve.models.families.lfm2_vl"
+_INTERNVL = "vlm_serve.models.families.internvl"
 _LFM2_MOE = "vlm_serve.models.families.lfm2_moe"
 
 FAMILIES = {
@@ -103,8 +105,15 @@ FAMILIES = {
         "Qwen2Config",
         state=False,
     ),
-    "qwen2_vl": Served("Qwen2-VL 2B, 7B, 72B", _QWEN2, "Qwen2VLConfig", state=False),
-    "qwen2_5_vl": Served("Qwen2.5-VL 3B, 7B, 32B, 72B", _QWEN2, "Qwen2_5_VLConfig", state=False),
+    "qwen2_vl": Served("Qwen2-VL 2B, 7B, 72B", _QWEN2_VL, "Qwen2VLConfig", state=False),
+    "qwen2_5_vl": Served("Qwen2.5-VL 3B, 7B, 32B, 72B", _QWEN2_VL, "Qwen2_5_VLConfig", state=False),
+    "internvl": Served(
+        "InternVL3 1B to 78B, InternVL3.5 1B to 241B-A28B, as transformers saves them",
+        _INTERNVL,
+        "InternVLConfig",
+        media=("image",),
+        state=False,
+    ),
     "lfm2": _Text("LFM2 350M, 700M, 1.2B, 2.6B; LFM2.5 1.2B", _LFM2, "Lfm2Config"),
     "lfm2_moe": _Text("LFM2 8B-A1B, 24B-A2B", _LFM2_MOE, "Lfm2MoeConfig", experts=True),
     "lfm2_vl": Served(
@@ -118,8 +127,8 @@ FAMILIES = {
 
 PARTS = {
     "qwen3_vl_text": _Text("", _QWEN3_VL, "Qwen3VLTextConfig", state=False),
-    "qwen2_vl_text": _Text("", _QWEN2, "Qwen2VLTextConfig", state=False),
-    "qwen2_5_vl_text": _Text("", _QWEN2, "Qwen2_5_VLTextConfig", state=False),
+    "qwen2_vl_text": _Text("", _QWEN2_VL, "Qwen2VLTextConfig", state=False),
+    "qwen2_5_vl_text": _Text("", _QWEN2_VL, "Qwen2_5_VLTextConfig", state=False),
     "qwen3_vl_moe_text": _Text("", _QWEN3_VL, "Qwen3VLMoeTextConfig", state=False, experts=True),
 }
 """Language models that trainers save without the tower that all published ones have."""
@@ -144,9 +153,10 @@ KINDS = {
         gemma4 gpt_oss inkling inkling2 mellum ministral muse_glimmer step3p5 step3p7 zaya""",
     "partial rotations; take Qwen3-VL": "glm4 glm46v glm4v glm4v_moe glm_ocr",
     "another vision tower; take Qwen3-VL": """vision_config cosmos3_edge deepseek_ocr2
-        deepseek_vl granite4_vision hunyuan_vl internvl internvl_chat keye lighton_ocr
+        deepseek_vl granite4_vision hunyuan_vl keye lighton_ocr
         llava_onevision minicpmv mistral3 molmo2 ovis2 paddleocr_vl qianfan_ocr smolvlm
         video_llama_3""",
+    "the layout of its own code; take its files in transformers' layout (-hf)": "internvl_chat",
     "no norms of queries and keys; take Qwen3": """llama llama4 ministral3 mistral mixtral phi3
         qwen2_moe solar_open""",
     "norms over all heads, or a router with biases; take Qwen3": "glm4_moe minimax_m2 olmo2",

@@ -71,28 +71,40 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """Weights of one attention, with the norm before it."""
+    """Weights of one attention, with the norm before it.
+
+    Attributes:
+        qk_norms: of queries and of keys, over all heads; None: there are none.
+        scale: of what it adds, by channel; None: 1.
+    """
 
     norm: Affine
     qkv: Linear
     out: Linear
+    qk_norms: tuple[Affine, Affine] | None = None
+    scale: torch.Tensor | None = None
 
     def __call__(
         self, x: torch.Tensor, heads: int, attention: Attend, how: Products
     ) -> torch.Tensor:
         """Add to x what its pictures attend to."""
         qkv = how(self.qkv, layer_norm(x, self.norm)).view(len(x), 3, heads, -1)
-        mixed = attention(qkv[:, :2], qkv[:, 2]).view(len(x), -1)
-        return how(self.out, mixed, plus=x)
+        qk = qkv[:, :2]
+        if self.qk_norms is not None:
+            rows = zip(qk.flatten(2).unbind(1), self.qk_norms, strict=True)
+            qk = torch.stack([layer_norm(*row) for row in rows], dim=1).view_as(qk)
+        mixed = attention(qk, qkv[:, 2]).view(len(x), -1)
+        return _added(how, self.out, mixed, x, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class MlpPart:
-    """Weights of two products, with the norm before them."""
+    """Weights of two products, with the norm before them; `scale`: as of `AttentionPart`."""
 
     norm: Affine
     wide: Linear
     narrow: Linear
+    scale: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -114,7 +126,22 @@ class MlpPart:
         plus: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the same of rows behind the norm."""
-        return how(self.narrow, how(self.wide, x, activation=activation), plus=plus)
+        return _added(how, self.narrow, how(self.wide, x, activation=activation), plus, self.scale)
+
+
+def _added(
+    how: Products,
+    weight: Linear,
+    x: torch.Tensor,
+    plus: torch.Tensor | None,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the product of x, scaled by channel, and added to `plus` if it is given."""
+    if scale is None:
+        return how(weight, x, plus=plus)
+    scaled = scale * how(weight, x)
+    # No fused form: its bits differ at the ends of vectors, so with the other pictures of a run.
+    return scaled if plus is None else scaled + plus
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """The vision tower of LFM2-VL: SigLIP 2 over a grid of patches, whose squares of 2x2 become tokens
-behind its last norm."""
+behind its last layer."""
 
 from __future__ import annotations
 
@@ -40,12 +40,18 @@ class UnshuffledVisionSpec(WindowVisionSpec):
 
 class UnshuffledVisionTower(WindowVisionTower):
     """transformers' Siglip2VisionModel and Lfm2VlMultiModalProjector; arguments as of
-    `WindowVisionTower`."""
+    `WindowVisionTower`, but `reader` is LFM2-VL's if it is None."""
 
     def __init__(
-        self, config: UnshuffledVisionSpec, source: Weights, prefix: str, dtype: torch.dtype
+        self,
+        config: UnshuffledVisionSpec,
+        source: Weights,
+        prefix: str,
+        dtype: torch.dtype,
+        reader: UnshuffledReader | None = None,
     ) -> None:
-        super().__init__(config, source, prefix, dtype, _Reader(source, prefix, config))
+        reader = reader or UnshuffledReader(source, prefix, config)
+        super().__init__(config, source, prefix, dtype, reader)
         self._sides = config.in_channels, config.patch_size, config.patch_size
         self._projector = _Projector(source, prefix, config)
 
@@ -70,7 +76,7 @@ class UnshuffledVisionTower(WindowVisionTower):
         return order, rows.to(self._positions.dtype).contiguous()
 
 
-class _Reader(WindowReader):
+class UnshuffledReader(WindowReader):
     """Names and shapes of the tower's tensors."""
 
     tower: ClassVar[str] = ""

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear import Activation, Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.spec import Vision
 from vlm_serve.models.vision_parts import (
@@ -68,6 +68,8 @@ class WindowVisionTower:
         dtype: of activations.
         reader: of the tensors; None: those of MiniCPM-V.
     """
+
+    activation: ClassVar[Activation] = "gelu_tanh"
 
     def __init__(
         self,
@@ -133,17 +135,22 @@ class WindowVisionTower:
         sizes = [len(picture) for picture in ordered]
         pixels = self._pixels(torch.cat(ordered)).to(self._device, self._dtype)
         x = how(self._patch_embed, pixels, plus=torch.cat(positions))
-        lengths = sizes
-        heads = self._config.heads
+        x = self._through(x, sizes, merge, how)
+        merged = self._merged(x.view(-1, _WINDOW * self._config.hidden_size), how)
+        return merged.split_with_sizes([size // merge**2 for size in sizes])
+
+    def _through(
+        self, x: torch.Tensor, sizes: list[int], merge: int, how: Products
+    ) -> torch.Tensor:
+        """Run all layers over pictures of so many patches, and the last norm if there is one."""
+        lengths, heads = sizes, self._config.heads
         for index, block in enumerate(self._blocks):
             x = block.attention(x, heads, partial(attend, sizes=lengths), how)
-            x = block.mlp(x, "gelu_tanh", how, plus=x)
+            x = block.mlp(x, self.activation, how, plus=x)
             if merge == 4 and index == self._config.merged_layer:
                 x = self._merge_windows(x, how)
                 lengths = [size // _WINDOW for size in sizes]
-        x = layer_norm(x, self._last_norm).view(-1, _WINDOW * self._config.hidden_size)
-        merged = self._merged(x, how)
-        return merged.split_with_sizes([size // merge**2 for size in sizes])
+        return x if self._last_norm is None else layer_norm(x, self._last_norm)
 
     def _pixels(self, patches: torch.Tensor) -> torch.Tensor:
         """Return patches in the order of numbers that the first product has."""
@@ -205,7 +212,7 @@ class WindowReader(TowerReader):
         )
         return VisionBlock(self._attention(name), mlp)
 
-    def last_norm(self) -> Affine:
+    def last_norm(self) -> Affine | None:
         return self.norm(f"{self.tower}post_layernorm", self._config.hidden_size)
 
     def window(self) -> tuple[AttentionPart, MlpPart] | None:

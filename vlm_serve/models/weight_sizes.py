@@ -107,7 +107,7 @@ class UnreadWeights(Weights):
 
     def vision_prefix(self, anchor: str) -> str:
         # Adapters name modules as checkpoints do.
-        if anchor == "post_layernorm.weight":
+        if anchor.startswith(("post_layernorm.", "embeddings.")):
             return "model.vision_tower."
         return "model." if anchor.startswith("vision_tower.") else "model.visual."
 

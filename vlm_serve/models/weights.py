@@ -31,6 +31,7 @@ _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", ""
 _VISION_PREFIXES = (
     *("model.visual.", "visual.", "model.", ""),
     *("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model."),
+    "vision_tower.",
 )
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)

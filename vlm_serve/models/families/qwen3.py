@@ -49,12 +49,17 @@ DEFAULTS: Defaults = {
 
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json, dense or MoE."""
-    config.allow("use_qk_norm", True)
-    config.allow("qkv_bias", False)
-    mixer = shared.plain_attention(config)
-    rope = shared.rope(config, partial=False, sections=False)
-    layers = [(mixer, feed_forward) for feed_forward in _feed_forwards(config)]
-    return shared.model(config, config, layers, rope, family=QWEN2, centred=False)
+    return language_model(config, config)
+
+
+def language_model(config: Config, text: Config) -> ModelSpec:
+    """Return the model whose language part is the section `text` of a config.json."""
+    text.allow("use_qk_norm", True)
+    text.allow("qkv_bias", False)
+    mixer = shared.plain_attention(text)
+    rope = shared.rope(text, partial=False, sections=False)
+    layers = [(mixer, feed_forward) for feed_forward in _feed_forwards(text)]
+    return shared.model(config, text, layers, rope, family=QWEN2, centred=False)
 
 
 def _feed_forwards(config: Config) -> list[FeedForward]:

@@ -33,8 +33,9 @@ VISION_DEFAULTS: dict[str, Any] = {
 
 
 _OLDER, _NEWER = ROTATIONS
-# Older writers call the plain rotation by the positions that it is for.
-_KINDS = {"default": "default", "mrope": "default", "yarn": "yarn"}
+# Older writers call the plain rotation by the positions that it is for. A dynamic one is plain up
+# to max_position_embeddings, which is the context here.
+_KINDS = {"default": "default", "mrope": "default", "dynamic": "default", "yarn": "yarn"}
 
 
 def text_section(config: Config) -> Config:
