@@ -377,7 +377,7 @@ class PrefixCache:
             return None
         expected = self.places.expected(lease.planned, kind)
         # Prompts have parted at a junction. Elsewhere the row must be worth what goes for it.
-        worth = None if kind == "junction" else float(expected) * self._gain(lease, position, kind)
+        worth = None if kind == "junction" else float(expected) * self._gain(lease, position)
         if not self._evictor.make_row(worth):
             self.ledger.events.counted.publish(("skips", kind))
             return None
@@ -717,15 +717,11 @@ class PrefixCache:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
-    def _gain(self, lease: Lease, position: int, kind: str) -> int:
-        """Return the tokens that a snapshot saves over those before it. A regular one is likely to
-        go before others, so only another regular one counts on it."""
-        before = [
-            place
-            for place, other in lease.reserved.items()
-            if place < position and (kind in REGULAR or other.kind not in REGULAR)
-        ]
-        return position - max([lease.boundary, *before])
+    def _gain(self, lease: Lease, position: int) -> int:
+        """Return the tokens that a snapshot saves over those before it, regular ones left out: they
+        are likely to go first."""
+        kept = (place for place, other in lease.reserved.items() if other.kind not in REGULAR)
+        return position - max([lease.boundary, *(place for place in kept if place < position)])
 
     def _count_use(self, lease: Lease, now: int) -> None:
         """Count a hit as a use, after its first step has succeeded."""
