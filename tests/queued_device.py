@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_batches import plain_batch
-from fake_device import Event, FakeDevice, FakeTorch, Pinned
+from fake_device import Event, FakeDevice, FakeTorch, Pinned, Stream
 from step_graphs import with_graphs, with_kernels
 from triton_case import kernels
 
@@ -26,7 +26,7 @@ from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.pixel_copies import PixelCopies
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.step_tables import CudaGraphs, HostRing, Step
-from vlm_serve.engine.steps.tier_copies import CopyStream
+from vlm_serve.engine.steps.tier_copies import Arrivals, CopyStream, SaveRing
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs
 from vlm_serve.models import Model
@@ -190,7 +190,8 @@ class QueuedCopies(CopyStream):
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        with patch.object(tier_copies, "torch", self._torch):
+        # The tiers' thread makes host memory too: only one at a time may put it back.
+        with self._device.lock, patch.object(tier_copies, "torch", self._torch):
             yield
 
 
@@ -208,7 +209,7 @@ class QueuedPixels(PixelCopies):
 
 class QueuedExecutor(LocalExecutor):
     """An executor over a fake device: all that writes on the device is queued, and what is read
-    back waits for it."""
+    back waits for it. As on a GPU that is the work of steps, and of copies what these wait for."""
 
     def __init__(
         self, model: Model, caches: CacheTensors, *, device: FakeDevice, **options: Any
@@ -230,7 +231,7 @@ class QueuedExecutor(LocalExecutor):
     def submit(self, plan: StepPlan) -> None:
         # The device has no kernel for folds that queues.
         if plan.folds or plan.partial_folds:
-            self.device.synchronize()
+            self.device.current.synchronize()
         super().submit(plan)
 
     def collect(self) -> StepOutput:
@@ -239,17 +240,17 @@ class QueuedExecutor(LocalExecutor):
         return replace(output, awaited=bool(read) or not self.device.current.queued)
 
     def embedding(self, slot: int) -> torch.Tensor | None:
-        self.device.synchronize()
+        self.device.current.synchronize()
         return super().embedding(slot)
 
     def measure(self, **limits: int) -> Any:
-        self.device.synchronize()
+        self.device.current.synchronize()
         # Captured steps would take the interpreter a minute, and say nothing of a GPU.
         with patch.object(self, "_graphs", ()):
             return super().measure(**limits)
 
     def measure_passes(self, **limits: int) -> Any:
-        self.device.synchronize()
+        self.device.current.synchronize()
         if self._mtp is None:
             return None
         with patch.object(self._mtp, "_graphs", None):
@@ -257,6 +258,7 @@ class QueuedExecutor(LocalExecutor):
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         freed = list(blocks), list(rows)
+        self._transfer.wait_for_freed(*freed)
         self._queue(partial(super().poison_freed, *freed))
 
     def _copy(self, plan: StepPlan) -> None:
@@ -269,7 +271,7 @@ class QueuedExecutor(LocalExecutor):
             if output is not None:
                 return output
         if batch.verify is not None or batch.capture_experts or self._model.drafts:
-            self.device.synchronize()
+            self.device.current.synchronize()
             return self._model.forward(batch, self._caches)
         own = _sent(batch)
         device = self._caches.device
@@ -287,13 +289,13 @@ class QueuedExecutor(LocalExecutor):
         # Without tasks and reports nothing is read back, and the host goes on. What surrounds the
         # passes of an MTP layer does not queue.
         if rows or len(output.logits) or output.experts is not None or self._mtp is not None:
-            self.device.synchronize()
+            self.device.current.synchronize()
         return super()._output(plan, output, packed, rows)
 
     def _compute_rows(self, rows: DecodeRows) -> Any:
         computed = super()._compute_rows(rows)
         if not self.steps_ahead:
-            self.device.synchronize()
+            self.device.current.synchronize()
         return computed
 
     def _later(self, work: Callable[[], R]) -> Callable[[], R]:
@@ -310,7 +312,7 @@ class QueuedExecutor(LocalExecutor):
     def _awaited(self, run: Callable[P, R]) -> Callable[P, R]:
         def awaited(*args: P.args, **kwargs: P.kwargs) -> R:
             output = run(*args, **kwargs)
-            self.device.synchronize()
+            self.device.current.synchronize()
             return output
 
         return awaited
@@ -400,3 +402,29 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "a table shared by two steps": (CudaGraphs, "host_memory", _one_memory),
 }
 """Faults that only a device behind the host shows: what is replaced, and by what."""
+
+
+def _unread(ring: SaveRing, first: int, last: int) -> None:
+    """Take memory whose copy may still be queued."""
+    ring._taken.clear()
+
+
+def _before(stream: CopyStream, targets: Sequence[Any], sources: Sequence[Any]) -> Any:
+    """Record the event before the copies."""
+    torch_ = stream._torch  # type: ignore[attr-defined]
+    stream._stream.wait_stream(torch_.cuda.current_stream())
+    done = torch_.cuda.Event()
+    with torch_.cuda.stream(stream._stream):
+        done.record()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+    return done
+
+
+COPY_FAULTS: dict[str, tuple[type, str, Any]] = {
+    "memory used again before its copy": (SaveRing, "_free", _unread),
+    "a step that does not wait for what it reads": (Arrivals, "wait_for", lambda *_: None),
+    "copies that do not wait for steps": (Stream, "wait_stream", lambda *_: None),
+    "an event before its copy": (CopyStream, "_copied", _before),
+}
+"""Likewise for what is copied beside steps."""

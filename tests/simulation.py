@@ -76,6 +76,7 @@ class Simulation:
         left_out: names of features that the engine lacks.
         permuted: features that commute come in another order.
         ahead: steps are planned and run before the results of the ones before are committed.
+        small_states: there are as many rows for snapshots as blocks, see `plan_memory`.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Simulation:
         left_out: Collection[str] = (),
         permuted: bool = False,
         ahead: bool = False,
+        small_states: bool = False,
     ) -> None:
         self._ahead = ahead
         self._under_way: tuple[StepPlan, StepOutput | StepError] | None = None
@@ -110,12 +112,13 @@ class Simulation:
         self.max_model_len = self.block_size * rng.choice([8, 16, 24])
         blocks_per_sequence = self.max_model_len // self.block_size + 1
         num_blocks = blocks_per_sequence + rng.choice([0, 3, 20, 100])
-        has_state = rng.random() < 0.9
+        has_state = rng.random() < 0.9 or small_states
+        num_snapshot_rows = rng.choice([0, 1, 3, 20])
         config = CacheConfig(
             num_blocks=num_blocks,
             block_size=self.block_size,
             num_live_rows=max_num_seqs,
-            num_snapshot_rows=rng.choice([0, 1, 3, 20]),
+            num_snapshot_rows=num_blocks if small_states else num_snapshot_rows,
             has_state=has_state,
             enabled=rng.random() < 0.95,
             min_snapshot_gain=rng.choice([1, 4]),

@@ -63,6 +63,12 @@ def test_prompts_come_from_prefill_and_answers_from_decoding(seed: int) -> None:
     EXACT.update(Simulation(seed, exact_only=True, replays=seed % 2 == 0).run(STEPS))
 
 
+@pytest.mark.parametrize("seed", quick(range(40), 3, pytest.mark.fuzz))
+def test_small_states_keep_every_promise_too(seed: int) -> None:
+    """As those of short convolutions: there is a row for the state behind every block."""
+    Simulation(seed, small_states=True, queued=seed % 2 == 1).run(STEPS)
+
+
 @pytest.mark.parametrize("seed", quick(range(100), 5, pytest.mark.fuzz))
 def test_a_device_behind_the_host_keeps_every_promise_too(seed: int) -> None:
     speculative = seed % 3 == 0

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fake_device import FakeDevice, Stream
-from queued_device import QueuedCopies
+from fake_device import FakeDevice
+from queued_device import COPY_FAULTS, QueuedCopies
 
 from vlm_serve.cache.tiers.entry import Arriving, Content, Entry, EntryId, Kind, here
 from vlm_serve.engine.requests.plan import PartialFold, Slice, StepPlan
-from vlm_serve.engine.steps.tier_copies import Arrivals, CopyStream, SaveRing, Saving
+from vlm_serve.engine.steps.tier_copies import Saving
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
 from vlm_serve.models.cache_layout import CacheLayout, Pool
 from vlm_serve.models.cache_layout import Content as PoolContent
@@ -139,34 +139,9 @@ def test_whatever_is_read_and_written_beside_steps_is_as_in_their_order() -> Non
     assert not any(goes_wrong(seed) for seed in range(12))
 
 
-def _unread(ring: SaveRing, first: int, last: int) -> None:
-    """Take memory whose copy may still be queued."""
-    ring._taken.clear()
-
-
-def _before(stream: CopyStream, targets: Sequence[Any], sources: Sequence[Any]) -> Any:
-    """Record the event before the copies."""
-    torch_ = stream._torch  # type: ignore[attr-defined]
-    stream._stream.wait_stream(torch_.cuda.current_stream())
-    done = torch_.cuda.Event()
-    with torch_.cuda.stream(stream._stream):
-        done.record()
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-    return done
-
-
-FAULTS: dict[str, tuple[type, str, Any]] = {
-    "memory used again before its copy": (SaveRing, "_free", _unread),
-    "a step that does not wait for what it reads": (Arrivals, "wait_for", lambda *_: None),
-    "copies that do not wait for steps": (Stream, "wait_stream", lambda *_: None),
-    "an event before its copy": (CopyStream, "_copied", _before),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", COPY_FAULTS)
 def test_faults_are_seen(fault: str) -> None:
-    owner, name, instead = FAULTS[fault]
+    owner, name, instead = COPY_FAULTS[fault]
     with patch.object(owner, name, instead):
         assert any(goes_wrong(seed) for seed in range(12))
 
