@@ -22,7 +22,7 @@ from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.models import load_model
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
-from vlm_serve.preprocess.media.processing import tile_grid
+from vlm_serve.preprocess.media.processing import image_size, tile_grid
 from vlm_serve.preprocess.prepare import Preprocessor
 
 # transformers' processor counts a tensor's numbers with numpy.
@@ -132,6 +132,24 @@ def test_cuts_are_those_of_transformers(path: Path) -> None:
         for most in (2, 4, 10):
             wanted = processor._get_grid_layout(height, width, 2, most, 512)[:2]
             assert tile_grid(height, width, 2, most, side=512) == wanted[::-1]
+
+
+def test_a_side_below_half_a_token_counts_as_one(path: Path) -> None:
+    """Rounded to nothing, it would make the picture too small, and enlarge it."""
+    processor, bounds = oracle.processor(path).image_processor, {"min_pixels": 1024}
+    tokens = {"min_image_tokens": 4, "max_image_tokens": 16}
+    for height, width in [(1, 199), (199, 1), (7, 300), (1, 1), (3, 90), (600, 5)]:
+        wanted = processor.smart_resize(height, width, 2, **tokens, encoder_patch_size=8)
+        sides = image_size(height, width, factor=16, max_pixels=4096, least=16, **bounds)
+        assert sides == wanted[::-1]
+
+
+@pytest.mark.parametrize("size", [(1, 199), (199, 1), (3, 90)])
+def test_thin_pictures_are_as_in_transformers(
+    path: Path, tiled: Preprocessor, size: tuple[int, int]
+) -> None:
+    messages = [say(picture(Image.effect_noise(size, 90).convert("RGB")), "What?")]
+    assert_equal(tiled.prepare(messages), media_reference.inputs(path, messages))
 
 
 @pytest.mark.parametrize(
