@@ -159,10 +159,15 @@ def test_thin_pictures_are_as_in_transformers(
         ("tile_size", 0, "tile_size of the processor config must be a positive integer"),
         ("encoder_patch_size", 4, "patch_size of the processor config is 4, but patch_size in"),
         ("downsample_factor", 4, "downsample_factor of the processor config is 4, but"),
+        *(
+            ("max_pixels_tolerance", bad, "max_pixels_tolerance of the processor config must be a")
+            for bad in ("x", None, [], True, 0, -1, float("nan"))
+        ),
+        *(("resample", bad, "resample .* is not supported") for bad in ("x", None, [], True, 2.5)),
     ],
 )
 def test_settings_that_do_not_fit_are_named(
-    path: Path, tmp_path: Path, name: str, value: int, complaint: str
+    path: Path, tmp_path: Path, name: str, value: Any, complaint: str
 ) -> None:
     for file in ("config.json", "preprocessor_config.json"):
         (tmp_path / file).write_bytes((path / file).read_bytes())
