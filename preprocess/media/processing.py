@@ -424,7 +424,8 @@ def _fitted(
 ) -> tuple[tuple[int, int], bool]:
     """Return the size of a picture that is seen whole, and whether it is large enough to be cut."""
     bounds, least = config.bounds(merge_size), config.patch_size
-    size, factor = image_size(height, width, **bounds), bounds["factor"]
+    factor = bounds["factor"]
+    size = image_size(height, width, **bounds, least=factor)
     area = max(least, round(height / factor) * factor) * max(least, round(width / factor) * factor)
     return size, area > bounds["max_pixels"] * config.tolerance
 
@@ -588,14 +589,17 @@ def check_ratio(height: float, width: float) -> None:
 
 
 def image_size(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, least: int = 0
 ) -> tuple[int, int]:
     """Return (height, width) after the resize: multiples of `factor`, the area within bounds.
+
+    Args:
+        least: a side that is shorter counts as so long before the bounds are applied.
 
     Raises MediaError if one side is over 200 times the other.
     """
     check_ratio(height, width)
-    return _fit(height, width, 1, 1, factor, min_pixels, max_pixels)
+    return _fit(height, width, 1, 1, factor, min_pixels, max_pixels, least)
 
 
 def video_size(
@@ -630,9 +634,10 @@ def _fit(
     factor: int,
     min_pixels: int,
     max_pixels: int,
+    least: int = 0,
 ) -> tuple[int, int]:
-    new_height = round(height / factor) * factor
-    new_width = round(width / factor) * factor
+    new_height = max(least, round(height / factor) * factor)
+    new_width = max(least, round(width / factor) * factor)
     area = rounded_frames * new_height * new_width
     if area > max_pixels:
         shrink = math.sqrt((num_frames * height * width) / max_pixels)

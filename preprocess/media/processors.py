@@ -199,9 +199,9 @@ def _shared_fields(
     raw: Mapping[str, Any], *, patch_size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> dict[str, Any]:
     """Return the fields of `PictureConfig`, with defaults for fields missing in the file."""
-    resample = int(raw.get("resample", _BICUBIC))
-    if resample not in _MODES:
-        raise CheckpointError(f"resample {resample} of the processor config is not supported")
+    resample = raw.get("resample", _BICUBIC)
+    if type(resample) is not int or resample not in _MODES:
+        raise CheckpointError(f"resample {resample!r} of the processor config is not supported")
     return {
         "patch_size": _size_field(raw, "patch_size", patch_size),
         "temporal_patch_size": _size_field(raw, "temporal_patch_size", 2),
@@ -454,6 +454,12 @@ def tile_image_config(directory: Path | str) -> FittedTileConfig | None:
     shared = _shared_fields(
         {"resample": _BILINEAR, **raw, **named}, patch_size=16, mean=_HALF, std=_HALF
     )
+    tolerance = raw.get("max_pixels_tolerance", 2.0)
+    if type(tolerance) not in (int, float) or not tolerance > 0:
+        raise CheckpointError(
+            "max_pixels_tolerance of the processor config must be a positive number, not "
+            f"{tolerance!r}"
+        )
     least = _size_field(raw, "min_tiles", 2)
     if least < 2:
         raise _unsupported("min_tiles", least, 2)
@@ -467,7 +473,7 @@ def tile_image_config(directory: Path | str) -> FittedTileConfig | None:
         min_slices=least,
         min_tokens=_size_field(raw, "min_image_tokens", 64),
         max_tokens=_size_field(raw, "max_image_tokens", 256),
-        tolerance=float(raw.get("max_pixels_tolerance", 2.0)),
+        tolerance=float(tolerance),
         thumbnail=bool(raw.get("use_thumbnail", True)),
     )
 

@@ -134,7 +134,10 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
             dense(rope_parameters=ROPE | {"rope_type": "linear", "factor": 2.0}),
             "'linear' is not supported, only 'default' and 'yarn'",
         ),
-        (dense(rope_parameters=ROPE | {"mrope_section": [1, 2]}), "mrope_section"),
+        *(
+            (dense(rope_parameters=ROPE | {"mrope_section": sizes}), "mrope_section")
+            for sizes in ([1, 2], 3, 1.5, True, ["a", 1, 2], [-1, 2, 2])
+        ),
         (dense(rope_parameters=ROPE | {"mrope_interleaved": False}), "mrope_interleaved"),
         (dense(rms_norm_eps="small"), "rms_norm_eps"),
         (dense(rms_norm_eps=-1e-6), "rms_norm_eps in config.json must be positive"),
@@ -143,6 +146,7 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
             (dense(rope_parameters=ROPE | {"rope_theta": theta}), "rope_theta .* be positive")
             for theta in (0, -1.0, float("nan"), float("inf"))
         ),
+        (dense(rope_parameters=ROPE | {"rope_theta": None}), "rope_theta .* a number, not None"),
         (dense(rope_parameters=ROPE | {"partial_rotary_factor": 0}), "partial_rotary_factor"),
         (dense(rope_parameters=ROPE | {"partial_rotary_factor": 2.0}), "mrope_section"),
         (dense() | {"dtype": "float8"}, "'float8' is not supported"),

@@ -251,7 +251,8 @@ class Config:
             return getattr(self._parsed, name)
         except AttributeError as error:
             if name in self._defaults.get(self._source, {}):
-                return self.given(name)
+                # `given` asks here what null means, so it is not asked in turn: null stays null.
+                return None if self.raw.get(name, self) is None else self.given(name)
             raise CheckpointError(
                 f"config.json lacks {name}, and transformers {version('transformers')} knows no "
                 f"default; a newer one may"

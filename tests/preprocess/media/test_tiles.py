@@ -22,7 +22,7 @@ from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.models import load_model
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
-from vlm_serve.preprocess.media.processing import tile_grid
+from vlm_serve.preprocess.media.processing import image_size, tile_grid
 from vlm_serve.preprocess.prepare import Preprocessor
 
 # transformers' processor counts a tensor's numbers with numpy.
@@ -134,6 +134,24 @@ def test_cuts_are_those_of_transformers(path: Path) -> None:
             assert tile_grid(height, width, 2, most, side=512) == wanted[::-1]
 
 
+def test_a_side_below_half_a_token_counts_as_one(path: Path) -> None:
+    """Rounded to nothing, it would make the picture too small, and enlarge it."""
+    processor, bounds = oracle.processor(path).image_processor, {"min_pixels": 1024}
+    tokens = {"min_image_tokens": 4, "max_image_tokens": 16}
+    for height, width in [(1, 199), (199, 1), (7, 300), (1, 1), (3, 90), (600, 5)]:
+        wanted = processor.smart_resize(height, width, 2, **tokens, encoder_patch_size=8)
+        sides = image_size(height, width, factor=16, max_pixels=4096, least=16, **bounds)
+        assert sides == wanted[::-1]
+
+
+@pytest.mark.parametrize("size", [(1, 199), (199, 1), (3, 90)])
+def test_thin_pictures_are_as_in_transformers(
+    path: Path, tiled: Preprocessor, size: tuple[int, int]
+) -> None:
+    messages = [say(picture(Image.effect_noise(size, 90).convert("RGB")), "What?")]
+    assert_equal(tiled.prepare(messages), media_reference.inputs(path, messages))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
@@ -141,10 +159,15 @@ def test_cuts_are_those_of_transformers(path: Path) -> None:
         ("tile_size", 0, "tile_size of the processor config must be a positive integer"),
         ("encoder_patch_size", 4, "patch_size of the processor config is 4, but patch_size in"),
         ("downsample_factor", 4, "downsample_factor of the processor config is 4, but"),
+        *(
+            ("max_pixels_tolerance", bad, "max_pixels_tolerance of the processor config must be a")
+            for bad in ("x", None, [], True, 0, -1, float("nan"))
+        ),
+        *(("resample", bad, "resample .* is not supported") for bad in ("x", None, [], True, 2.5)),
     ],
 )
 def test_settings_that_do_not_fit_are_named(
-    path: Path, tmp_path: Path, name: str, value: int, complaint: str
+    path: Path, tmp_path: Path, name: str, value: Any, complaint: str
 ) -> None:
     for file in ("config.json", "preprocessor_config.json"):
         (tmp_path / file).write_bytes((path / file).read_bytes())

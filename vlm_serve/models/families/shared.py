@@ -291,8 +291,10 @@ def rope(text: Config, *, partial: bool, sections: bool, interleaved: bool = Tru
             raise CheckpointError(f"partial_rotary_factor {share} does not fit head_dim {whole}")
         return Rope(theta, dims, (dims // 2, 0, 0), yarn)
     fields.allow("mrope_interleaved", interleaved)
-    axes = tuple(fields.given("mrope_section"))
-    if len(axes) != 3 or not fits or not (interleaved or sum(axes) == dims // 2):
+    given = fields.given("mrope_section")
+    axes = tuple(given) if isinstance(given, list | tuple) else (given,)
+    sized = len(axes) == 3 and all(type(size) is int and size >= 0 for size in axes)
+    if not sized or not fits or not (interleaved or sum(axes) == dims // 2):
         raise CheckpointError(f"mrope_section {list(axes)} does not fit {dims} dims")
     return Rope(theta, dims, (axes[0], axes[1], axes[2]), yarn, interleaved)
 
