@@ -297,7 +297,9 @@ def mrope_positions(
         known: a prompt that this one continues.
 
     Returns:
-        int64 `[3, length]`, and the highest position plus one minus the length.
+        int64 `[3, length]`, and the position of the next text token minus the length: as in
+        transformers' `generate`, an answer has the positions that its text has in a prompt, also
+        where a video's last patch is later than the text behind it.
     """
     # NumPy instead of torch: every torch operation releases the GIL, and on a busy server
     # reacquiring it takes longer than this whole function.
@@ -319,18 +321,7 @@ def mrope_positions(
         position = origin + max(span.grid[1], span.grid[2]) // span.merge_size
         at = span.end
     positions[:, at:] = np.arange(position, position + length - at)
-    delta = int(positions.max()) + 1 - length if length else 0
-    return torch.from_numpy(positions), delta
-
-
-def positions_left_out(positions: torch.Tensor, delta: int, spans: Sequence[MediaSpan]) -> int:
-    """Return how many positions lie between a prompt and its answer, which begins behind the
-    highest one: a video's last patch may be later than the text behind it. More than 0 also where a
-    video ends the prompt."""
-    length = positions.shape[1]
-    if not any(span.time for span in spans):
-        return 0
-    return delta + length - 1 - int(positions[0, -1]) + (spans[-1].end == length)
+    return torch.from_numpy(positions), position - at
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,7 +587,9 @@ def _canvas_positions(
         known: a prompt that this one continues.
 
     Returns:
-        int64 `[3, length]`, and the highest position plus one minus the length.
+        int64 `[3, length]`, and the position of the next text token minus the length: as in
+        transformers' `generate`, an answer has the positions that its text has in a prompt, also
+        where a video's last patch is later than the text behind it.
     """
     length = len(token_ids)
     positions = torch.empty((3, length), dtype=torch.int64)

@@ -22,7 +22,6 @@ from vlm_serve.preprocess.expand import (
     find_expander,
     find_vision_tokens,
     mrope_positions,
-    positions_left_out,
     shared_tokens,
 )
 from vlm_serve.preprocess.identity.keys import (
@@ -279,7 +278,6 @@ class Preprocessor:
         token_ids: Sequence[int],
         spans: Sequence[Any],
         known: KnownPrompt | None = None,
-        leap: int = 0,
     ) -> PromptKeys:
         return PromptKeys(
             roots.prompt,
@@ -290,7 +288,6 @@ class Preprocessor:
             block_size=self.block_size,
             spans=spans,
             end_of_turn_ids=self.tokenizer.end_of_turn_ids,
-            leap=leap,
         )
 
     def prepare(
@@ -500,8 +497,7 @@ class Preprocessor:
         if not expansion.token_ids:
             raise InvalidRequestError("the messages give an empty prompt", param="messages")
         positions, delta = self._expander.positions(expansion, known)
-        leap = positions_left_out(positions, delta, expansion.spans)
-        keys = self._keys(rendering.roots, expansion.token_ids, expansion.spans, known, leap)
+        keys = self._keys(rendering.roots, expansion.token_ids, expansion.spans, known)
         marks = self._marks(rendering, expansion, keys)
         kept = positions if expansion.spans else None
         self.known_text.prompts.put(places, expansion, kept, keys)

@@ -26,9 +26,6 @@ _MEDIUM = b"vlm-serve medium 1"
 _MEDIUM_DIGITS = 32
 _COUNT = struct.Struct("<I")
 _SPAN = struct.Struct("<BqI")
-_LEAP = struct.Struct("<BqI")
-_LEAP_TAG = 0
-"""Unlike that of any modality."""
 _MODALITY_TAGS = {"image": 1, "video": 2}
 
 
@@ -178,8 +175,6 @@ class PromptKeys:
         known: keys of another sequence under the same root that begins alike; its keys are taken.
         shared: number of tokens, and of spans before them, that both have; no span lies across.
         marks: further cut points that the request brings, each outside of spans.
-        leap: positions that are left out before the first appended token. A prompt with the same
-            tokens does not leave them out, so it must not find what they have left in the cache.
 
     Attributes:
         vision_root: root of the keys of its media's embeddings.
@@ -198,7 +193,6 @@ class PromptKeys:
 
     __slots__ = (
         "_end_of_turn_ids",
-        "_leap",
         "_length",
         "_open_spans",
         "_packed",
@@ -231,7 +225,6 @@ class PromptKeys:
         known: PromptKeys | None = None,
         shared: int = 0,
         marks: Collection[int] = (),
-        leap: int = 0,
     ) -> None:
         assert len(root) == KEY_BYTES and block_size > 0
         self.root = root
@@ -245,7 +238,6 @@ class PromptKeys:
         self._span_starts = [start for start, _ in self.span_bounds]
         self._span_ends = [end for _, end in self.span_bounds]
         self._length = len(token_ids)
-        self._leap = self._length, leap
         edges = [edge for bounds in self.span_bounds for edge in bounds]
         assert edges == sorted(edges) and (not edges or edges[-1] <= self._length)
         assert all(start < end for start, end in self.span_bounds)
@@ -313,19 +305,13 @@ class PromptKeys:
                 self.tails[cut] = self.tail(cut)
         at = self._length // size * size
         self._partial = packed[at * 4 :]
-        self._open_spans = self._pack_within(at, self._length) + self._pack_leap(at)
+        self._open_spans = self._pack_within(at, self._length)
 
     def _pack_within(self, start: int, end: int) -> bytes:
         """Pack the spans that overlap `[start, end)`, relative to its start."""
         first, last = bisect_right(self._span_ends, start), bisect_left(self._span_starts, end)
         spans = zip(self.span_kinds, self.span_bounds, self.span_hashes, strict=True)
-        packed = b"".join(_pack_span(*span, start) for span in islice(spans, first, last))
-        return packed + (self._pack_leap(start) if start <= self._leap[0] < end else b"")
-
-    def _pack_leap(self, start: int) -> bytes:
-        """Pack the positions left out at the prompt's end, relative to a block's start."""
-        at, leap = self._leap
-        return _LEAP.pack(_LEAP_TAG, at - start, leap) if leap else b""
+        return b"".join(_pack_span(*span, start) for span in islice(spans, first, last))
 
     def tail(self, cut: int) -> bytes:
         """Return the key of the tail that would end at any position inside a block."""

@@ -160,8 +160,8 @@ def test_what_cannot_be_read_is_not_saved(stack: TierStack) -> None:
         {"layout": "float16[4, 8]"},
         {"layout": "bfloat16[4, 16]"},
         {"num_tokens": 5},
-        {"payload": bytes(63)},
-        {"payload": bytes(65)},
+        {"source": bytes(63)},
+        {"source": bytes(65)},
     ],
 )
 def test_only_the_own_form_is_taken(stack: TierStack, wrong: dict[str, object]) -> None:
@@ -170,7 +170,7 @@ def test_only_the_own_form_is_taken(stack: TierStack, wrong: dict[str, object]) 
         "num_tokens": TOKENS,
         "exact": True,
         "layout": FORM.layout(TOKENS),
-        "payload": bytes(64),
+        "source": bytes(64),
     }
     right, other = Entry(**fields), Entry(**(fields | wrong))  # type: ignore[arg-type]
     assert FORM.rows(right, TOKENS) is not None
