@@ -152,6 +152,9 @@ def test_thin_pictures_are_as_in_transformers(
     assert_equal(tiled.prepare(messages), media_reference.inputs(path, messages))
 
 
+NO_NUMBERS: tuple[Any, ...] = ("x", None, [], True)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
@@ -161,9 +164,9 @@ def test_thin_pictures_are_as_in_transformers(
         ("downsample_factor", 4, "downsample_factor of the processor config is 4, but"),
         *(
             ("max_pixels_tolerance", bad, "max_pixels_tolerance of the processor config must be a")
-            for bad in ("x", None, [], True, 0, -1, float("nan"))
+            for bad in (*NO_NUMBERS, 0, -1, float("nan"))
         ),
-        *(("resample", bad, "resample .* is not supported") for bad in ("x", None, [], True, 2.5)),
+        *(("resample", bad, "resample .* is not supported") for bad in (*NO_NUMBERS, 2.5)),
     ],
 )
 def test_settings_that_do_not_fit_are_named(
