@@ -18,7 +18,7 @@ from vlm_serve.kernels.native_library import FUNCTIONS
 OPERATIONS = (
     *("Norm", "Rotations", "Product", "Gated", "DeltaNet", "Heads", "Attend", "Sigmoid"),
     *("Keep", "Experts", "Features", "Hidden", "Reduce"),
-    *("LayerNorm", "Turn", "SeeAll", "Narrow", "Squares"),
+    *("LayerNorm", "Turn", "SeeAll", "Narrow", "Squares", "ShortConv"),
 )
 STRUCTS = {
     *(kind for kinds in FUNCTIONS.values() for kind in kinds if isinstance(kind, str)),
