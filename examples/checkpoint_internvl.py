@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpoint_entries import Entry, layer_norm, projection
 from checkpoint_parts import write_json
 from checkpoint_spec import CheckpointSpec
 
@@ -18,8 +19,6 @@ NAMED_TOKENS = {
     "video_token": "<video>",
 }
 """By the names under which transformers' processor looks for them."""
-Entry = tuple[str, tuple[int, ...], str]
-"""(name, shape, rule of `random_weights.draw`)."""
 
 
 def fields(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
@@ -79,33 +78,21 @@ def vision_entries(spec: CheckpointSpec) -> Iterator[Entry]:
     yield f"{start}.cls_token", (1, 1, dim), "position"
     yield f"{start}.position_embeddings", (1, 1 + spec.num_position_embeddings, dim), "position"
     patch = (dim, 3, spec.patch_size, spec.patch_size)
-    yield from _biased(f"{start}.patch_embeddings.projection", patch)
+    yield from projection(f"{start}.patch_embeddings.projection", patch)
     for index in range(spec.vision_depth):
         layer = f"{tower}.encoder.layer.{index}"
-        yield from _norm(f"{layer}.layernorm_before", dim, biased=not large)
-        yield from _norm(f"{layer}.layernorm_after", dim, biased=not large)
+        yield from layer_norm(f"{layer}.layernorm_before", dim, bias=not large)
+        yield from layer_norm(f"{layer}.layernorm_after", dim, bias=not large)
         for part in ("q_proj", "k_proj", "v_proj"):
-            yield from _biased(f"{layer}.attention.{part}", (dim, dim), biased=not large)
+            yield from projection(f"{layer}.attention.{part}", (dim, dim), bias=not large)
         for part in ("q_norm", "k_norm") if large else ():
-            yield from _norm(f"{layer}.attention.{part}", dim, biased=False)
-        yield from _biased(f"{layer}.attention.projection_layer", (dim, dim))
-        yield from _biased(f"{layer}.mlp.fc1", (wide, dim))
-        yield from _biased(f"{layer}.mlp.fc2", (dim, wide))
+            yield from layer_norm(f"{layer}.attention.{part}", dim, bias=False)
+        yield from projection(f"{layer}.attention.projection_layer", (dim, dim))
+        yield from projection(f"{layer}.mlp.fc1", (wide, dim))
+        yield from projection(f"{layer}.mlp.fc2", (dim, wide))
         for part in ("lambda_1", "lambda_2"):
             yield f"{layer}.{part}", (dim,), "norm"
     projector = "model.multi_modal_projector"
-    yield from _norm(f"{projector}.layer_norm", 4 * dim)
-    yield from _biased(f"{projector}.linear_1", (spec.hidden_size, 4 * dim))
-    yield from _biased(f"{projector}.linear_2", (spec.hidden_size, spec.hidden_size))
-
-
-def _biased(name: str, shape: tuple[int, ...], *, biased: bool = True) -> Iterator[Entry]:
-    yield f"{name}.weight", shape, "linear"
-    if biased:
-        yield f"{name}.bias", shape[:1], "bias"
-
-
-def _norm(name: str, dim: int, *, biased: bool = True) -> Iterator[Entry]:
-    yield f"{name}.weight", (dim,), "norm"
-    if biased:
-        yield f"{name}.bias", (dim,), "bias"
+    yield from layer_norm(f"{projector}.layer_norm", 4 * dim)
+    yield from projection(f"{projector}.linear_1", (spec.hidden_size, 4 * dim))
+    yield from projection(f"{projector}.linear_2", (spec.hidden_size, spec.hidden_size))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpoint_entries import Entry, layer_norm, projection
 from checkpoint_parts import write_json
 from checkpoint_spec import CheckpointSpec
 
@@ -21,8 +22,6 @@ TILE_TOKENS = tuple(
     for row in range(1, MAX_TILES + 1)
     for column in range(1, MAX_TILES + 1)
 )
-Entry = tuple[str, tuple[int, ...], str]
-"""(name, shape, rule of `random_weights.draw`)."""
 
 
 def fields(spec: CheckpointSpec) -> dict[str, Any]:
@@ -106,33 +105,23 @@ def write_processor(path: Path, spec: CheckpointSpec) -> None:
 def vision_entries(spec: CheckpointSpec) -> Iterator[Entry]:
     """Yield the weights of the tower and of the projector."""
     dim, wide, tower = spec.vision_hidden_size, spec.vision_intermediate_size, "model.vision_tower"
-    yield from _biased(f"{tower}.embeddings.patch_embedding", (dim, 3 * spec.patch_size**2))
+    yield from projection(f"{tower}.embeddings.patch_embedding", (dim, 3 * spec.patch_size**2))
     positions = f"{tower}.embeddings.position_embedding.weight"
     yield positions, (spec.num_position_embeddings, dim), "position"
     for index in range(spec.vision_depth):
         layer = f"{tower}.encoder.layers.{index}"
-        yield from _layer_norm(f"{layer}.layer_norm1", dim)
-        yield from _layer_norm(f"{layer}.layer_norm2", dim)
+        yield from layer_norm(f"{layer}.layer_norm1", dim)
+        yield from layer_norm(f"{layer}.layer_norm2", dim)
         for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _biased(f"{layer}.self_attn.{part}", (dim, dim))
-        yield from _biased(f"{layer}.mlp.fc1", (wide, dim))
-        yield from _biased(f"{layer}.mlp.fc2", (dim, wide))
-    yield from _layer_norm(f"{tower}.post_layernorm", dim)
+            yield from projection(f"{layer}.self_attn.{part}", (dim, dim))
+        yield from projection(f"{layer}.mlp.fc1", (wide, dim))
+        yield from projection(f"{layer}.mlp.fc2", (dim, wide))
+    yield from layer_norm(f"{tower}.post_layernorm", dim)
     projector = "model.multi_modal_projector"
     if spec.projector_norm:
-        yield from _layer_norm(f"{projector}.layer_norm", 4 * dim)
-    yield from _biased(f"{projector}.linear_1", (wide, 4 * dim))
-    yield from _biased(f"{projector}.linear_2", (spec.hidden_size, wide))
-
-
-def _biased(name: str, shape: tuple[int, ...]) -> Iterator[Entry]:
-    yield f"{name}.weight", shape, "linear"
-    yield f"{name}.bias", shape[:1], "bias"
-
-
-def _layer_norm(name: str, dim: int) -> Iterator[Entry]:
-    yield f"{name}.weight", (dim,), "norm"
-    yield f"{name}.bias", (dim,), "bias"
+        yield from layer_norm(f"{projector}.layer_norm", 4 * dim)
+    yield from projection(f"{projector}.linear_1", (wide, 4 * dim))
+    yield from projection(f"{projector}.linear_2", (spec.hidden_size, wide))
 
 
 def layer_entries(layer: str, index: int, spec: CheckpointSpec) -> Iterator[Entry]:

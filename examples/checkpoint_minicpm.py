@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpoint_entries import Entry, layer_norm, projection
 from checkpoint_parts import token_id, write_json
 from checkpoint_spec import CheckpointSpec
 from tokenizers import Tokenizer
-
-Entry = tuple[str, tuple[int, ...], str]
-"""(name, shape, rule of `random_weights.draw`)."""
 
 NAMED_TOKENS = {
     "image_start_token": "<image>",
@@ -85,18 +83,18 @@ def vision_entries(spec: CheckpointSpec) -> Iterator[Entry]:
     dim, wide = spec.vision_hidden_size, spec.vision_intermediate_size
     tower, flat = "model.vision_tower", 4 * spec.vision_hidden_size
     patch = (dim, 3, spec.patch_size, spec.patch_size)
-    yield from _biased(f"{tower}.embeddings.patch_embedding", patch)
+    yield from projection(f"{tower}.embeddings.patch_embedding", patch)
     places = (spec.num_position_embeddings, dim)
     yield f"{tower}.embeddings.position_embedding.weight", places, "position"
     for index in range(spec.vision_depth):
         layer = f"{tower}.encoder.layers.{index}"
-        yield from _layer_norm(f"{layer}.layer_norm1", dim)
+        yield from layer_norm(f"{layer}.layer_norm1", dim)
         yield from _attention(layer, dim)
-        yield from _layer_norm(f"{layer}.layer_norm2", dim)
-        yield from _biased(f"{layer}.mlp.fc1", (wide, dim))
-        yield from _biased(f"{layer}.mlp.fc2", (dim, wide))
-    yield from _layer_norm(f"{tower}.post_layernorm", dim)
-    yield from _layer_norm(f"{tower}.vit_merger.layer_norm1", dim)
+        yield from layer_norm(f"{layer}.layer_norm2", dim)
+        yield from projection(f"{layer}.mlp.fc1", (wide, dim))
+        yield from projection(f"{layer}.mlp.fc2", (dim, wide))
+    yield from layer_norm(f"{tower}.post_layernorm", dim)
+    yield from layer_norm(f"{tower}.vit_merger.layer_norm1", dim)
     yield from _attention(f"{tower}.vit_merger", dim)
     yield from _merging(f"{tower}.vit_merger", flat, 4 * wide, dim)
     yield from _merging("model.merger.mlp.0", flat, flat, spec.hidden_size)
@@ -104,20 +102,10 @@ def vision_entries(spec: CheckpointSpec) -> Iterator[Entry]:
 
 def _attention(layer: str, dim: int) -> Iterator[Entry]:
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        yield from _biased(f"{layer}.self_attn.{name}", (dim, dim))
+        yield from projection(f"{layer}.self_attn.{name}", (dim, dim))
 
 
 def _merging(name: str, flat: int, wide: int, out: int) -> Iterator[Entry]:
-    yield from _layer_norm(f"{name}.pre_norm", flat)
-    yield from _biased(f"{name}.linear_1", (wide, flat))
-    yield from _biased(f"{name}.linear_2", (out, wide))
-
-
-def _biased(name: str, shape: tuple[int, ...]) -> Iterator[Entry]:
-    yield f"{name}.weight", shape, "linear"
-    yield f"{name}.bias", shape[:1], "bias"
-
-
-def _layer_norm(name: str, dim: int) -> Iterator[Entry]:
-    yield f"{name}.weight", (dim,), "norm"
-    yield f"{name}.bias", (dim,), "bias"
+    yield from layer_norm(f"{name}.pre_norm", flat)
+    yield from projection(f"{name}.linear_1", (wide, flat))
+    yield from projection(f"{name}.linear_2", (out, wide))

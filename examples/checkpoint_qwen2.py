@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpoint_entries import Entry, layer_norm, projection
 from checkpoint_parts import write_json
 from checkpoint_spec import CheckpointSpec
-
-Entry = tuple[str, tuple[int, ...], str]
-"""(name, shape, rule of `random_weights.draw`)."""
 
 
 def vision_fields(spec: CheckpointSpec) -> dict[str, Any]:
@@ -80,24 +78,13 @@ def vision_entries(spec: CheckpointSpec) -> Iterator[Entry]:
     yield "visual.patch_embed.proj.weight", patch, "linear"
     for index in range(spec.vision_depth):
         block = f"visual.blocks.{index}"
-        yield from _norm(f"{block}.norm1", dim, gated)
-        yield from _norm(f"{block}.norm2", dim, gated)
-        yield from _biased(f"{block}.attn.qkv", (3 * dim, dim))
-        yield from _biased(f"{block}.attn.proj", (dim, dim))
+        yield from layer_norm(f"{block}.norm1", dim, bias=not gated)
+        yield from layer_norm(f"{block}.norm2", dim, bias=not gated)
+        yield from projection(f"{block}.attn.qkv", (3 * dim, dim))
+        yield from projection(f"{block}.attn.proj", (dim, dim))
         for name in ("gate_proj", "up_proj") if gated else ("fc1",):
-            yield from _biased(f"{block}.mlp.{name}", (wide, dim))
-        yield from _biased(f"{block}.mlp.{'down_proj' if gated else 'fc2'}", (dim, wide))
-    yield from _norm("visual.merger.ln_q", dim, gated)
-    yield from _biased("visual.merger.mlp.0", (merged, merged))
-    yield from _biased("visual.merger.mlp.2", (spec.hidden_size, merged))
-
-
-def _biased(name: str, shape: tuple[int, ...]) -> Iterator[Entry]:
-    yield f"{name}.weight", shape, "linear"
-    yield f"{name}.bias", shape[:1], "bias"
-
-
-def _norm(name: str, dim: int, gated: bool) -> Iterator[Entry]:
-    yield f"{name}.weight", (dim,), "norm"
-    if not gated:
-        yield f"{name}.bias", (dim,), "bias"
+            yield from projection(f"{block}.mlp.{name}", (wide, dim))
+        yield from projection(f"{block}.mlp.{'down_proj' if gated else 'fc2'}", (dim, wide))
+    yield from layer_norm("visual.merger.ln_q", dim, bias=not gated)
+    yield from projection("visual.merger.mlp.0", (merged, merged))
+    yield from projection("visual.merger.mlp.2", (spec.hidden_size, merged))

@@ -10,12 +10,11 @@ import checkpoint_internvl
 import checkpoint_minicpm
 import checkpoint_qwen2
 import torch
+from checkpoint_entries import Entry, layer_norm, projection
 from checkpoint_lfm2 import layer_entries
 from checkpoint_lfm2 import vision_entries as tiled_entries
 from checkpoint_spec import CheckpointSpec
 
-Entry = tuple[str, tuple[int, ...], str]
-"""(name, shape, rule of `draw`)."""
 _DIFFUSERS = {
     **{f"{part}_proj": f"to_{part}" for part in "qkv"},
     "o_proj": "to_out",
@@ -148,31 +147,21 @@ def _vision(spec: CheckpointSpec) -> Iterator[Entry]:
     dim, wide, tower = spec.vision_hidden_size, spec.vision_intermediate_size, "model.visual"
     patch = (dim, 3, spec.temporal_patch_size, spec.patch_size, spec.patch_size)
     merged = dim * spec.spatial_merge_size**2
-    yield from _biased(f"{tower}.patch_embed.proj", patch)
+    yield from projection(f"{tower}.patch_embed.proj", patch)
     yield f"{tower}.pos_embed.weight", (spec.num_position_embeddings, dim), "position"
     for index in range(spec.vision_depth):
         block = f"{tower}.blocks.{index}"
-        yield from _layer_norm(f"{block}.norm1", dim)
-        yield from _layer_norm(f"{block}.norm2", dim)
-        yield from _biased(f"{block}.attn.qkv", (3 * dim, dim))
-        yield from _biased(f"{block}.attn.proj", (dim, dim))
-        yield from _biased(f"{block}.mlp.linear_fc1", (wide, dim))
-        yield from _biased(f"{block}.mlp.linear_fc2", (dim, wide))
+        yield from layer_norm(f"{block}.norm1", dim)
+        yield from layer_norm(f"{block}.norm2", dim)
+        yield from projection(f"{block}.attn.qkv", (3 * dim, dim))
+        yield from projection(f"{block}.attn.proj", (dim, dim))
+        yield from projection(f"{block}.mlp.linear_fc1", (wide, dim))
+        yield from projection(f"{block}.mlp.linear_fc2", (dim, wide))
     late = [f"deepstack_merger_list.{index}" for index in range(len(spec.deepstack))]
     for merger in ["merger", *late]:
-        yield from _layer_norm(f"{tower}.{merger}.norm", merged if merger in late else dim)
-        yield from _biased(f"{tower}.{merger}.linear_fc1", (merged, merged))
-        yield from _biased(f"{tower}.{merger}.linear_fc2", (spec.hidden_size, merged))
-
-
-def _biased(name: str, shape: tuple[int, ...]) -> Iterator[Entry]:
-    yield f"{name}.weight", shape, "linear"
-    yield f"{name}.bias", shape[:1], "bias"
-
-
-def _layer_norm(name: str, dim: int) -> Iterator[Entry]:
-    yield f"{name}.weight", (dim,), "norm"
-    yield f"{name}.bias", (dim,), "bias"
+        yield from layer_norm(f"{tower}.{merger}.norm", merged if merger in late else dim)
+        yield from projection(f"{tower}.{merger}.linear_fc1", (merged, merged))
+        yield from projection(f"{tower}.{merger}.linear_fc2", (spec.hidden_size, merged))
 
 
 def draw(name: str, shape: tuple[int, ...], rule: str, seed: int) -> torch.Tensor:
