@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vlm_serve.cache.records import Snapshot
 
 _PROMPTS_PER_RATING = 32
-"""What is learned of a kind's use changes the worth of all its snapshots: it is computed anew after
-so many prompts."""
+"""Prompts after which the worth of all is computed anew, because what is learned of a kind's use
+changes that of all its snapshots."""
 
 
 class SpareRows:

@@ -18,7 +18,7 @@ NAMED_TOKENS = {
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
-"""By the names under which transformers' processor looks for them."""
+"""Special tokens by the names under which transformers' processor looks for them."""
 
 
 def fields(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ NAMED_TOKENS = {
     "image_end_token": "<|image_end|>",
     "image_thumbnail_token": "<|img_thumbnail|>",
 }
-"""By the names under which transformers' processor looks for them."""
+"""Special tokens by the names under which transformers' processor looks for them."""
 TILE_TOKENS = tuple(
     f"<|img_row_{row}_col_{column}|>"
     for row in range(1, MAX_TILES + 1)

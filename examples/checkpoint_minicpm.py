@@ -20,7 +20,7 @@ NAMED_TOKENS = {
     "image_id_start_token": "<image_id>",
     "image_id_end_token": "</image_id>",
 }
-"""By the names under which transformers' processor looks for them."""
+"""Special tokens by the names under which transformers' processor looks for them."""
 
 
 def vision_fields(spec: CheckpointSpec) -> dict[str, Any]:

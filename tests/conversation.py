@@ -84,7 +84,7 @@ def tool_conversation() -> Messages:
 
 
 def record(file: Path, pictures: Any, rate: int) -> None:
-    """In a file whose header counts frames, as the reference needs it."""
+    """Write a video file whose header counts frames, as the reference needs it."""
     with av.open(str(file), "w") as output:
         stream: Any = output.add_stream("mpeg4", rate=rate)
         stream.height, stream.width = pictures[0].shape[:2]

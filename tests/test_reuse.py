@@ -301,7 +301,7 @@ def test_agents_go_on_from_their_history_and_share_a_system_prompt() -> None:
 
 
 def test_an_agent_goes_on_when_its_subagents_have_ended() -> None:
-    """What each of them hands back is a result of a tool, side by side."""
+    """Hand back the results of all subagents side by side, as those of tools."""
     asked = published_agents(random.Random("agents 1"), 200)
     after = Counter(one.after for one in asked if one.after >= 0)
     started = [index for index, count in after.items() if count >= 3]

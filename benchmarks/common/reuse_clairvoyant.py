@@ -1,4 +1,4 @@
-"""What a cache that knows all later requests could reuse, whatever it keeps.
+"""An upper bound of reuse: a cache that knows all later requests, whatever it keeps.
 
 A state is held in a row from one request that passes it to the next one, or not. Each request
 starts from one state on its path that was held until it came, and computes the states behind it.

@@ -42,7 +42,7 @@ class CountedTransfer:
 
 
 class HostTier:
-    """What leaves the cache goes to host memory, and comes back for a prompt that shares it.
+    """Host memory below a cache: entries that leave it come back for a prompt that shares them.
 
     Args:
         cache: the cache above.

@@ -12,7 +12,7 @@ from vlm_serve.kernels.plain import sequences, widened
 
 
 class Behind(NamedTuple):
-    """What follows a convolution's sum.
+    """Operations behind a convolution's sum.
 
     Attributes:
         bias: `[C]`, added to it first; None: nothing is.

@@ -38,7 +38,7 @@ class Tails(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """What the kernels of a convolution read and write; without a bias, its place is never read."""
+    """Arguments of a convolution's kernels. Without a bias, its place is never read."""
 
     x: Rows
     weight: Rows

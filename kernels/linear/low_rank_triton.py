@@ -42,7 +42,7 @@ ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 
 
 class Changes(NamedTuple):
-    """What kernels of rows in the order of a step add changes from.
+    """Operands from which kernels of rows in the order of a step add changes.
 
     Attributes:
         u: float32 `[splits, rows, width]`.

@@ -25,7 +25,7 @@ FEW = 1024
 PART = 256
 """Pairs that a program of the two launches counts, and places."""
 STEP = 16
-"""Of these, pairs placed at a time, and tiles."""
+"""Pairs and tiles that such a program places at a time."""
 
 
 @triton.jit

@@ -205,7 +205,7 @@ def test_reuse_raises_the_value() -> None:
 
 
 def test_old_value_gives_way_in_the_end() -> None:
-    """What was of use three times, long ago, goes before what was of use once, of late."""
+    """Evict what was of use three times, long ago, before what was of use once, of late."""
     world = make_world(num_blocks=40, num_live_rows=1, num_snapshot_rows=2)
     old, new = Text(numbers(9)), Text(numbers(9, 50))
     for text in (old, old, old, new):

@@ -65,7 +65,7 @@ def test_prompts_come_from_prefill_and_answers_from_decoding(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", quick(range(40), 3, pytest.mark.fuzz))
 def test_small_states_keep_every_promise_too(seed: int) -> None:
-    """As those of short convolutions: there is a row for the state behind every block."""
+    """Give the state behind every block a row, as short convolutions have it."""
     Simulation(seed, small_states=True, queued=seed % 2 == 1).run(STEPS)
 
 

@@ -140,7 +140,7 @@ def test_drafted_tokens(dtype: torch.dtype, taps: int) -> None:
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, [torch.bfloat16], pytest.mark.interpreter))
 def test_a_bias_and_nothing_behind_it(dtype: torch.dtype) -> None:
-    """In all three kernels: a prefill, a token behind it, and the same token as a draft."""
+    """Compare all three kernels: a prefill, a token behind it, and the same token as a draft."""
     channels, taps, length = 40, 3, 21
     x, weight = randn(length + 1, channels, dtype=dtype), randn(channels, taps, dtype=dtype)
     behind = Behind(randn(channels, dtype=dtype, seed=5), silu=False)

@@ -116,8 +116,8 @@ def changed_sites(model: Model) -> int:
 def test_adapters_take_a_launch_for_each_projection_of_a_few_rows(
     family: str, tmp_path: Path
 ) -> None:
-    """It computes u; the kernel of the product adds the change. So does the fixed product. Where
-    the product of more rows is the library's, rows with an adapter have another one."""
+    """Compute u in a launch of its own; the kernel of the product adds the change, and so does the
+    fixed product. Where that of more rows is the library's, rows with an adapter have another."""
     model = model_of(family, tmp_path)
     sites = changed_sites(model)
     for rows in (1, MOST_ROWS, MOST_ROWS + 1):
@@ -169,7 +169,8 @@ def test_quantised_weights_take_their_norm_apart_and_nothing_else(
 
 
 def test_the_tower_of_a_megapixel(tmp_path: Path) -> None:
-    """As deep as the published ones. Rotation and activation took ten launches more a block."""
+    """Count a tower as deep as the published ones. Rotation and activation took ten launches more a
+    block."""
     model = load_model(
         make_checkpoint(tmp_path, CheckpointSpec(vision_depth=24)), torch.bfloat16, "meta"
     )

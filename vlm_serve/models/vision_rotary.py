@@ -58,7 +58,7 @@ class RotaryVisionSpec(Vision):
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What follows from a grid: `order` of its tokens, `back` to the order before, cosines and
+    """Tables of a grid: `order` of its tokens, `back` to the order before, cosines and
     sines `[2, n, head_dim / 2]` of patches in this order, and the patches of each window."""
 
     order: torch.Tensor

@@ -39,7 +39,7 @@ def pixels_of(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def normalised(pixels: torch.Tensor, config: PixelConfig = CONFIG) -> torch.Tensor:
-    """As the host computes the same: channel by channel."""
+    """Return the values that the host computes, channel by channel."""
     whole = pixels.view(len(pixels), 3, 4).transpose(0, 1)
     frames = normalise(whole.reshape(1, 3, -1, 4), config)
     return frames[0].transpose(0, 1).reshape(len(pixels), 12)

@@ -18,7 +18,7 @@ from vlm_serve.cache.tiers.entry import Content
 from vlm_serve.engine.steps.step_tables import Step
 
 _ALIGNMENT = 256
-"""Of what is gathered, in bytes."""
+"""Bytes to whose multiples the sizes of gathered entries are rounded up."""
 Place = tuple[str, int]
 """A block or a state row: its unit and its number."""
 

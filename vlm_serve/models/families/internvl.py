@@ -18,7 +18,7 @@ _TEXTS = {
     "qwen3": ("Qwen3Config", qwen3.language_model),
     "qwen3_moe": ("Qwen3MoeConfig", qwen3.language_model),
 }
-"""Of each language model: the class of its section, and what reads it."""
+"""The class of each language model's section, and the function that reads it."""
 
 DEFAULTS: Defaults = {
     "Qwen2Config": qwen2.DEFAULTS["Qwen2Config"],
