@@ -17,7 +17,8 @@ class CacheConfig:
             may borrow idle live rows and return them on demand.
         has_state: False for a model without state layers: no rows, KV alone decides.
         enabled: False: requests get blocks and rows, but nothing is matched or published.
-        min_snapshot_gain: blocks that a junction snapshot must save.
+        min_snapshot_gain: blocks that a junction snapshot must save, and a join; see
+            `least_gain`.
         block_bytes, snapshot_bytes: size of one KV block and one state row, for listings.
         logprob_bytes: most bytes of kept prompt log-probabilities, in addition to the pools.
         learned_places: regular snapshots follow from what was learned of a tenant's prompts; False:
@@ -56,3 +57,10 @@ class CacheConfig:
     def num_rows(self) -> int:
         """State rows of the pool: live and snapshot rows together; 0 without state layers."""
         return self.num_live_rows + self.num_snapshot_rows if self.has_state else 0
+
+    @property
+    def least_gain(self) -> int:
+        """Tokens that a junction, message or regular snapshot must save: a single block's if it
+        takes less memory than that, as with short convolutions."""
+        small = self.has_state and self.snapshot_bytes < self.block_bytes
+        return self.block_size if small else self.min_snapshot_gain * self.block_size

@@ -42,16 +42,17 @@ class Evictor:
         """Evict until a row is free; return False, without any change, if that is impossible.
 
         Args:
-            worth: evict only a snapshot of less value than a new one that saves so many tokens,
-                times its expected uses; None: any, and suspended requests too.
+            worth: evict only a snapshot without value, or of less than a new one that saves so many
+                tokens, times its expected uses; None: any, and suspended requests too.
         """
         ledger = self._ledger
         if ledger.rows.num_free or (worth is None and self._suspensions.evict_oldest()):
             return True
         spare = ledger.spare_snapshots.cheapest()
-        if spare is None or (
-            worth is not None and spare[0] >= ledger.spare_snapshots.new_value(worth)
-        ):
+        if spare is None:
+            return False
+        # What is worth nothing gives way to anything.
+        if worth is not None and 0 < spare[0] >= ledger.spare_snapshots.new_value(worth):
             return False
         snapshot = spare[1]
         heir = snapshot.pass_on()

@@ -64,7 +64,10 @@ def plan_snapshots(
     3. the stable end, then the ends of earlier media items, deepest first;
     4. the system message and the last two messages;
     5. the regular points: the learned ones, then those of the interval, as far as the budget of
-       rows allows them.
+       rows allows them;
+    6. the last few ends of blocks before the prompt's end, if at least an interval is computed:
+       they cost a copy each, and the first prompt that asks something else about the same text
+       parts there.
 
     Only the last of the media ends comes first, so that a prompt with many pictures still gets a
     snapshot at its own end.
@@ -83,7 +86,7 @@ def plan_snapshots(
     Returns:
         (position, kind) with `start < position < len(prompt)`, each a cut point outside spans;
         kinds are "mark", "media", "junction", "prompt_end", "logprobs", "stable_end", "system",
-        "message", "learned" and "interval".
+        "message", "learned", "interval" and "near_end".
     """
     assert interval > 0 and max_new >= 0
     keys = prompt.keys
@@ -108,6 +111,12 @@ def plan_snapshots(
     points = sorted({keys.last_cut(point) for point in regular} - plan.chosen.keys())
     spread = max(1, -(-len(points) // max(1, plan.room)))
     plan.add(points[spread - 1 :: spread][: plan.room], INTERVAL, min_gain)
+    if len(prompt) - start >= interval:
+        step = max(keys.block_size, _NEAR_END_STEP)
+        before = range(end // step * step, start, -step)
+        plan.add(
+            [keys.last_cut(point) for point in before if point < end][:MOST_NEAR_END], NEAR_END
+        )
     return tuple(plan.chosen.items())
 
 
@@ -151,8 +160,12 @@ Column = npt.NDArray[np.float64]
 _NEAR, _SUPPORT = 4, 1.8
 """A place needs so many wants, decayed, within so many blocks: a single one does not come again."""
 INTERVAL, LEARNED = "interval", "learned"
-REGULAR = frozenset({INTERVAL, LEARNED})
+NEAR_END = "near_end"
+"""Kind of snapshots that nothing is expected of: they stay until anybody needs their rows."""
+REGULAR = frozenset({INTERVAL, LEARNED, NEAR_END})
 """Kinds of snapshots without a mark in the prompt."""
+MOST_NEAR_END, _NEAR_END_STEP = 3, 64
+"""Of a prompt, and tokens between them: where chunks of the recurrences end anyway."""
 MOST_PLACES = 7
 """Maximum number of learned places of a prompt."""
 MOST_GROUPS, MOST_WANTS = 64, 64
@@ -416,6 +429,8 @@ class Places:
     def expected(self, planned: Planned | None, kind: str) -> float | Share:
         """Return the uses expected of a snapshot of this kind: a number, or the share that tells
         it."""
+        if kind == NEAR_END:
+            return 0.0
         return 1.0 if planned is None or not self.learned else planned.group.share(kind)
 
     def is_junction(self, planned: Planned, position: int, gain: int) -> bool:
@@ -436,7 +451,8 @@ class Places:
         group.prompts += 1
         group.fresh = _DECAY * group.fresh + (length - start >= self._least_gain)
         self._count += 1
-        planned = Planned(group, start, length, dict(positions), self._count)
+        counted = {place: kind for place, kind in positions.items() if kind != NEAR_END}
+        planned = Planned(group, start, length, counted, self._count)
         self._recent.append(planned)
         if len(self._recent) > self._window:
             self._forget(self._recent.popleft())

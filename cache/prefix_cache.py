@@ -73,7 +73,7 @@ class PrefixCache:
         self.places = Places(
             config.block_size,
             config.num_snapshot_rows,
-            config.min_snapshot_gain * config.block_size,
+            config.least_gain,
             learned=config.learned_places,
         )
 
@@ -123,7 +123,7 @@ class PrefixCache:
         exact = all(
             part is None or part.exact for part in (*path[-1:], bounds.tail, bounds.snapshot)
         )
-        gain = self.config.min_snapshot_gain * self.config.block_size
+        gain = self.config.least_gain
         missing = len(path) < blocks
         return Match(
             boundary=bounds.usable,

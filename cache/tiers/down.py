@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.marks import KnownMarks
+from vlm_serve.cache.placement import NEAR_END
 from vlm_serve.cache.records import Node, Snapshot
 from vlm_serve.cache.tiers.entry import Kind
 from vlm_serve.cache.tiers.mark_records import record_beside
@@ -79,6 +80,8 @@ class TierSaver:
 
     def _put_snapshot(self, snapshot: Snapshot) -> None:
         assert snapshot.node is not None, "the snapshot has gone already"
+        if snapshot.kind == NEAR_END and not snapshot.hits:
+            return  # such states are kept only where they cost nothing
         self._put(Kind.STATE, snapshot.node.key, snapshot)
 
     def _put(self, kind: Kind, key: bytes, source: Node | Snapshot) -> None:

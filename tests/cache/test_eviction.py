@@ -234,6 +234,24 @@ def test_a_new_snapshot_needs_more_worth_than_what_goes_for_it() -> None:
     assert world.match(long).boundary == 16, "the earlier one has gone: both saved eight tokens"
 
 
+def test_a_snapshot_that_nothing_is_expected_of_gives_way_to_any_until_it_is_used() -> None:
+    world = make_world(num_live_rows=1, num_snapshot_rows=2)
+    long = Text(numbers(17))
+    world.serve(long, snapshots=lambda position: position in (8, 12))
+    near = {each.position: each for each in world.cache.ledger.spare_snapshots}
+    for each in near.values():
+        each.expected = 0.0
+        world.cache.ledger.refresh_snapshot(each)
+    lease = world.cache.open(world.match(Text(numbers(9)), limit=8))
+    assert lease.boundary == 8
+    assert world.cache.reserve_snapshot(lease, 16, "near_end") is not None, "a row is free"
+    assert near[12].node is not None
+    assert world.cache.reserve_snapshot(lease, 12, "near_end") is not None
+    assert near[12].node is None, "rather than the one in use, and although neither saves anything"
+    world.cache.close(lease)
+    world.check()
+
+
 def test_what_was_expected_of_a_victim_is_expected_of_the_snapshot_before_it() -> None:
     world = make_world(num_live_rows=1, num_snapshot_rows=3)
     share = Share(planned=2.0, wanted=1.0)

@@ -201,3 +201,13 @@ def test_the_deepest_boundary_is_what_a_longer_prompt_matches(has_state: bool) -
         deepest = world.cache.deepest_boundary(text.keys, len(text), snapshots)
         assert bool(deepest) is known
         assert deepest == world.match(Text([*tokens, 15, 16])).boundary
+
+
+@pytest.mark.parametrize(("snapshot_bytes", "junction"), [(99, True), (100, False)])
+def test_a_snapshot_smaller_than_a_block_pays_from_one_block_on(
+    snapshot_bytes: int, junction: bool
+) -> None:
+    world = make_world(block_bytes=100, snapshot_bytes=snapshot_bytes)
+    world.serve(Text(list(range(10, 30))), snapshots=lambda position: False)
+    match = world.match(Text([10, 11, 12, 13, 5, 6]))
+    assert (match.kv_boundary, match.state_boundary, match.junction) == (4, 0, junction)

@@ -126,7 +126,8 @@ def test_regular_points_move_down_out_of_a_picture() -> None:
 def test_regular_points_keep_their_distance_from_what_is_before_them() -> None:
     prompt = marks(words(120), Image("cat", 6), words(200))
     found = plan(prompt, interval=128, min_gain=64)
-    assert found == {126: "media", 320: "prompt_end", 256: "interval"}
+    near = {192: "near_end", 128: "near_end"}
+    assert found == {126: "media", 320: "prompt_end", 256: "interval", **near}
     assert 128 in plan(prompt, interval=128, min_gain=1)
 
 
@@ -146,7 +147,22 @@ def test_learned_places_come_before_those_of_the_interval() -> None:
         (144, "learned"),
         (128, "interval"),
         (256, "interval"),
+        (384, "near_end"),
+        (320, "near_end"),
     ]
+
+
+def test_the_last_chunks_before_the_end_of_a_long_prompt() -> None:
+    prompt = marks(words(500))
+    found = plan(prompt, interval=400)
+    assert found == {
+        496: "prompt_end",
+        400: "interval",
+        448: "near_end",
+        384: "near_end",
+        320: "near_end",
+    }
+    assert plan(prompt, start=320, interval=400) == {496: "prompt_end", 400: "interval"}
 
 
 def test_learned_places_may_be_close_together_but_not_close_to_what_is_before() -> None:
@@ -211,7 +227,8 @@ def test_whatever_the_prompt_every_place_is_possible(
         assert start < position < length
         assert position in prompt.keys.cuts and not prompt.keys.inside_span(position)
         if kind in ("system", "message", "interval"):
-            before = max([start, *(p for p in found if p < position)])
+            spaced = (p for p, other in found.items() if p < position and other != "near_end")
+            before = max([start, *spaced])
             assert position - before >= 4 * BLOCK or found.get(before) in (
                 "system",
                 "message",

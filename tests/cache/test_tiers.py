@@ -14,9 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cache_texts import Text
+from cache_world import World, make_world
 from tier_entries import ORIGIN, StackInCaller, entry, get, locate, sealed
 
+from vlm_serve.cache.placement import NEAR_END
 from vlm_serve.cache.tiers.disk import FILE_NAME, DiskStore
+from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import (
     FORMAT_VERSION,
     BadEntryError,
@@ -40,7 +44,54 @@ def stack(folder: Path | None = None, *, host: int = 0, disk: int = 1 << 20) -> 
     return StackInCaller(ORIGIN, stores)
 
 
+class _OfWorld:
+    """Reads what a world's blocks and rows hold."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def read_kv(self, block: int, num_tokens: int) -> bytes:
+        return b"".join(self._world.kv[block][:num_tokens])
+
+    def read_state(self, row: int) -> bytes:
+        return self._world.rows[row]
+
+    def layout(self, kind: Kind, num_tokens: int) -> str:
+        return f"{kind.name} of {num_tokens}"
+
+    def num_bytes(self, kind: Kind, num_tokens: int) -> int | None:
+        return None
+
+    def stage(self, entry: Entry) -> None:
+        raise NotImplementedError
+
+    def write_kv(self, block: int, staged: object) -> None:
+        raise NotImplementedError
+
+    def write_state(self, row: int, staged: object) -> None:
+        raise NotImplementedError
+
+
 # What is stored
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_state_near_the_end_goes_down_only_if_somebody_has_read_it(read: bool) -> None:
+    world, tiers = make_world(), stack(host=1 << 20)
+    text = Text([*range(10, 27)])
+    world.serve(text, snapshots=lambda position: position in (8, 12))
+    states = {each.position: each for each in world.cache.ledger.spare_snapshots}
+    states[12].kind = NEAR_END
+    if read:
+        world.serve(Text([*range(10, 22), 5]))
+    TierSaver(tiers, _OfWorld(world), world.config, world.cache.ledger.marks).listen(
+        world.cache.events
+    )
+    world.cache._evictor.evict_everything()
+    keys = [text.keys.block_keys[depth] for depth in (1, 2)]
+    saved = [tiers.holds(ORIGIN.id(Kind.STATE, key)) for key in keys]
+    assert saved == [True, read]
+    tiers.close()
 
 
 def test_an_entry_comes_back_as_it_was() -> None:

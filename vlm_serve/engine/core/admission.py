@@ -124,7 +124,7 @@ class Admitter:
                 start=start,
                 junction=self._cache.junction(match, sequence.keys) if match is not None else 0,
                 interval=self._state_interval,
-                min_gain=self._cache.config.min_snapshot_gain * self._cache.config.block_size,
+                min_gain=self._cache.config.least_gain,
                 first_row=self._needs(sequence).first_row,
                 learned=self._cache.places.of(sequence.keys.root),
             )
