@@ -334,8 +334,8 @@ class TierStack:
                 self.counts[f"evicted_{store.name}"] += len(gone or ())
                 gone = gone if gone is not None else dict(batch)
                 with self._changed:
-                    self._filed |= batch.keys() - gone.keys()
-                    self._filed -= gone.keys()
+                    self._filed.update(batch.keys() - gone.keys())
+                    self._filed.difference_update(gone)
                 moving |= {
                     entry_id: content for entry_id, content in gone.items() if content is not None
                 }
@@ -364,7 +364,7 @@ class TierStack:
             for store in self.stores if self._filing_into else ():
                 for batch in _batches(await store.sink()) if not store.lasting else ():
                     with self._changed:
-                        self._filed -= batch.keys()
+                        self._filed.difference_update(batch)
                     if may_go_on():
                         await self._write(batch)
 
