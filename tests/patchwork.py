@@ -15,11 +15,12 @@ from vlm_serve.preprocess.text.family import CHATML
 def spec(config: Config) -> ModelSpec:
     """The model of a config.json."""
     heads, head_dim = config.size("num_attention_heads"), config.size("head_dim")
-    attending = LayerSpec(
+    attending = LayerSpec.of(
         Attention(heads, config.size("num_key_value_heads"), head_dim, gated=False, name="attn"),
         Mlp(config.size("intermediate_size"), name="ffn"),
+        ("norm_1", "norm_2"),
     )
-    remembering = LayerSpec(
+    remembering = LayerSpec.of(
         GatedDelta(
             key_heads=config.size("state_key_heads"),
             value_heads=config.size("state_value_heads"),
@@ -34,6 +35,7 @@ def spec(config: Config) -> ModelSpec:
             shared=0,
             name="moe",
         ),
+        ("norm_1", "norm_2"),
     )
     return ModelSpec(
         hidden_size=config.size("hidden_size"),
@@ -46,6 +48,4 @@ def spec(config: Config) -> ModelSpec:
         vision=None,
         dtype=config.dtype(),
         family=CHATML,
-        input_norm="norm_1",
-        post_norm="norm_2",
     )

@@ -39,6 +39,7 @@ PACKAGE = "vlm_serve."
 TORCH_PRODUCTS = {"F.linear", "torch.addmm", "torch.mm"}
 PARTS = (
     ("The model around its layers", "vlm_serve.models.model", "Model", "_by_ops", "compile_steps"),
+    ("A layer", "vlm_serve.models.decoder", "Layer", "apply", "lower"),
     (
         "Token mixer: Gated DeltaNet",
         "vlm_serve.models.parts.gated_delta",

@@ -228,7 +228,7 @@ def test_fields_that_were_left_out_are_noted() -> None:
         "text_config.mrope_section": "Qwen3VLMoeTextConfig",
         "vision_config.depth": "Qwen3VLMoeVisionConfig",
     }
-    assert spec_of(raw).layers[0].mixer.heads_to_split() == {"attention heads": 16}
+    assert spec_of(raw).layers[0].mixers[0].heads_to_split() == {"attention heads": 16}
 
 
 def test_sections_are_no_defaults() -> None:

@@ -59,8 +59,8 @@ def test_the_registry_says_what_a_model_gets(kind: str) -> None:
 
 def test_qwen3_vl() -> None:
     spec = spec_of(config("qwen3_vl"))
-    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert {layer.mixers[0] for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128)}
     assert not spec.norm.centred
     assert (spec.rope.rotary_dim, spec.rope.sections) == (32, (6, 5, 5))
     assert spec.vision is not None and spec.vision.deepstack == (1, 2)
@@ -70,17 +70,17 @@ def test_qwen3_vl() -> None:
 def test_qwen3_vl_moe_mixes_dense_layers_in() -> None:
     spec = spec_of(config_of(SPECS["vl moe, every second layer dense"]))
     experts = Experts(Routing(6, 2), 32, shared=0, transposed=True)
-    found = [layer.feed_forward for layer in spec.layers]
+    found = [layer.feed_forwards[0] for layer in spec.layers]
     assert found == [Mlp(128), Mlp(128), Mlp(128), experts, Mlp(128), experts]
     assert spec.expert_layers == 2
 
 
 def test_qwen3_next() -> None:
     spec = spec_of(config_of(SPECS["next, three value heads, dense layers"]))
-    delta, attention = spec.layers[0].mixer, spec.layers[3].mixer
+    delta, attention = spec.layers[0].mixers[0], spec.layers[3].mixers[0]
     assert isinstance(delta, GatedDelta) and delta.interleaved
     assert attention == Attention(4, 2, 32)
-    kinds = [type(layer.feed_forward) for layer in spec.layers]
+    kinds = [type(layer.feed_forwards[0]) for layer in spec.layers]
     assert kinds == [Mlp, Mlp, Mlp, Experts] + [Mlp, Experts] * 2
     assert spec.norm.centred
     assert (spec.rope.rotary_dim, spec.rope.sections) == (8, (4, 0, 0))
@@ -89,8 +89,8 @@ def test_qwen3_next() -> None:
 
 def test_qwen3() -> None:
     spec = spec_of(config("qwen3"))
-    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert {layer.mixers[0] for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128)}
     assert not spec.norm.centred
     assert (spec.rope.rotary_dim, spec.rope.sections) == (32, (16, 0, 0))
     assert spec.vision is None
@@ -99,7 +99,7 @@ def test_qwen3() -> None:
 def test_qwen3_moe_mixes_dense_layers_in() -> None:
     spec = spec_of(config_of(SPECS["qwen3 moe, every second layer dense"]))
     experts = Experts(Routing(6, 3), 32, shared=0)
-    found = [layer.feed_forward for layer in spec.layers]
+    found = [layer.feed_forwards[0] for layer in spec.layers]
     assert found == [Mlp(128), Mlp(128), Mlp(128), experts, Mlp(128), experts]
 
 
@@ -116,20 +116,20 @@ def test_lfm2() -> None:
     norms = ("q_layernorm", "k_layernorm")
     attention = Attention(2, 1, 32, gated=False, norms=norms, out="out_proj")
     conv = ShortConv(64, 4, bias=True)
-    assert [layer.mixer for layer in spec.layers] == [conv, conv, attention, conv, conv]
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128, "feed_forward", PARTS)}
+    assert [layer.mixers[0] for layer in spec.layers] == [conv, conv, attention, conv, conv]
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128, "feed_forward", PARTS)}
     assert spec.tied_embeddings and (spec.rope.rotary_dim, spec.norm.eps) == (32, 1e-5)
     whole = config("lfm2", layer_types=None, full_attn_idxs=[1], block_auto_adjust_ff_dim=True)
     spec = spec_of(whole)
-    kinds = [type(layer.mixer) for layer in spec.layers]
+    kinds = [type(layer.mixers[0]) for layer in spec.layers]
     assert kinds == [ShortConv, Attention, ShortConv, ShortConv]
-    assert spec.layers[0].feed_forward == Mlp(256, "feed_forward", PARTS), "85 in steps of 256"
+    assert spec.layers[0].feed_forwards[0] == Mlp(256, "feed_forward", PARTS), "85 in steps of 256"
 
 
 def test_lfm2_moe() -> None:
     spec = spec_of(config_of(SPECS["lfm2 moe"]))
     experts = Experts(Routing(8, 3, (True, 1.0)), 32, 0, name="feed_forward", parts=PARTS)
-    found = [layer.feed_forward for layer in spec.layers]
+    found = [layer.feed_forwards[0] for layer in spec.layers]
     assert found == [Mlp(128, "feed_forward", PARTS), experts, experts, experts]
 
 
@@ -180,12 +180,12 @@ def test_internvl() -> None:
         qk_norms=True,
     )
     assert large.tied_embeddings and large.family.image_pad == "<IMG_CONTEXT>"
-    assert {layer.mixer for layer in large.layers} == {
+    assert {layer.mixers[0] for layer in large.layers} == {
         Attention(4, 2, 16, gated=False, bias=True, norms=None)
     }
     made = config("internvl")
     spec = spec_of(made)
-    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.mixers[0] for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
     experts = made["text_config"] | {"model_type": "qwen3_moe", "norm_topk_prob": True}
     assert spec_of({**made, "text_config": experts}).routing == Routing(128, 8)
     for section, name, value, complaint in (
@@ -205,15 +205,15 @@ def test_internvl() -> None:
 
 
 def test_biases_of_attention_are_read() -> None:
-    mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixer
+    mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixers[0]
     assert mixer == Attention(4, 2, 32, gated=False, bias=True, out_bias=True)
 
 
 def test_qwen2() -> None:
     spec = spec_of(config("qwen2"))
     mixer = Attention(4, 2, 16, gated=False, bias=True, norms=None)
-    assert {layer.mixer for layer in spec.layers} == {mixer}
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert {layer.mixers[0] for layer in spec.layers} == {mixer}
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128)}
     assert not spec.norm.centred and spec.vision is None
     assert (spec.rope.rotary_dim, spec.rope.sections) == (16, (8, 0, 0))
 
@@ -284,7 +284,7 @@ def test_minicpmv() -> None:
     )
     assert (spec.media_features, spec.embedding_width) == (0, 64)
     assert (spec.family.positions, spec.rope.sections) == ("count", (4, 0, 0))
-    assert {type(layer.mixer) for layer in spec.layers} == {GatedDelta, Attention}
+    assert {type(layer.mixers[0]) for layer in spec.layers} == {GatedDelta, Attention}
     fine = spec_of(config_of(SPECS["minicpm, 4x, tied"]))
     assert isinstance(fine.vision, WindowVisionSpec) and fine.tied_embeddings
     assert (fine.vision.merge_size, fine.vision.side) == (2, 7)

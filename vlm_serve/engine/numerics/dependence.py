@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Literal, NamedTuple
 
-from vlm_serve.models.parts.feed_forward import Experts
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.options.config import EngineConfig
 
@@ -89,7 +88,7 @@ def parts_of(spec: ModelSpec, config: EngineConfig) -> frozenset[Part]:
         # The head and what is not quantised stay plain.
         "plain": True,
         "codes": stored,
-        "experts": any(isinstance(layer.feed_forward, Experts) for layer in spec.layers),
+        "experts": spec.routing is not None,
         "tower": spec.vision is not None,
         "adapters": bool(config.lora_modules) or config.reserve_loras,
         "fla": config.gpu_kernels == "fla",

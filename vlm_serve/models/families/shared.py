@@ -12,7 +12,7 @@ from vlm_serve.models.parts.attention import QK_NORMS, Attention
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
-from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope, Vision, Yarn, yarn_scale
+from vlm_serve.models.spec import NORMS, LayerSpec, ModelSpec, Rope, Vision, Yarn, yarn_scale
 from vlm_serve.models.vision import VisionSpec
 from vlm_serve.preprocess.text.family import Family
 
@@ -183,6 +183,7 @@ def model(
     rotation: Rope,
     *,
     family: Family,
+    norms: tuple[str, str] = NORMS,
     centred: bool = True,
     eps: str = "rms_norm_eps",
     tower: Vision | None = None,
@@ -196,6 +197,7 @@ def model(
         layers: mixers and feed-forwards, in their order.
         rotation: of queries and keys.
         family: conventions of tokenizer and chat template.
+        norms: names of a layer's norms.
         centred: see `Norm`.
         eps: the field of its `eps`.
         tower: the vision tower, if there is one.
@@ -205,7 +207,7 @@ def model(
         hidden_size=text.size("hidden_size"),
         vocab_size=text.size("vocab_size"),
         max_position_embeddings=context(text, rotation),
-        layers=tuple(LayerSpec(*parts) for parts in layers),
+        layers=tuple(LayerSpec.of(*parts, norms) for parts in layers),
         norm=Norm(text.positive(eps), centred=centred),
         rope=rotation,
         tied_embeddings=tied_embeddings(config, text),
