@@ -69,6 +69,13 @@ PARTS = (
         "lower",
     ),
     (
+        "Feed-forward: MLP without a gate",
+        "vlm_serve.models.parts.feed_forward",
+        "LoadedUngatedMlp",
+        "apply",
+        "lower",
+    ),
+    (
         "Feed-forward: routed experts",
         "vlm_serve.models.parts.feed_forward",
         "LoadedExperts",

@@ -13,7 +13,15 @@
 namespace vlm {
 
 // The operation fused to a product.
-enum FusedOp : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2, SILU = 3, GELU = 4, GELU_TANH = 5 };
+enum FusedOp : int64_t {
+    PLAIN = 0,
+    TIMES = 1,
+    PLUS = 2,
+    SILU = 3,
+    GELU = 4,
+    GELU_TANH = 5,
+    RELU2 = 6
+};
 
 struct Projection {
     Weight weight;

@@ -128,7 +128,7 @@ def test_lfm2() -> None:
 
 def test_lfm2_moe() -> None:
     spec = spec_of(config_of(SPECS["lfm2 moe"]))
-    experts = Experts(Routing(8, 3, (True, 1.0)), 32, 0, name="feed_forward", parts=PARTS)
+    experts = Experts(Routing(8, 3, (True, 1.0, 1e-6)), 32, 0, name="feed_forward", parts=PARTS)
     found = [layer.feed_forwards[0] for layer in spec.layers]
     assert found == [Mlp(128, "feed_forward", PARTS), experts, experts, experts]
 

@@ -76,6 +76,7 @@ enum Destination : int64_t {
     SHARED = 4,           // float32, to this rank's slot, [tokens, columns]
     STORE_GELU = 5,       // to `out`, after gelu
     STORE_GELU_TANH = 6,  // to `out`, after gelu_tanh
+    STORE_RELU2 = 7,      // to `out`, after relu2
 };
 
 // `site` numbers the places where adapters change a product, from 1 on; 0 for none.
@@ -185,6 +186,7 @@ struct Experts {
     View x, scores, shared, out;
     int64_t experts, top_k, hidden, index;  // `index` of this layer in the step's expert ids
     const Weight *gate_up, *down;           // gate and up of expert 0, of expert 1, ...
+    int64_t ungated;  // 1: `gate_up` has one weight an expert, up, and relu2 follows it
     Weight shared_down;
     int64_t apart;        // 1: the results go to this rank's slot instead, [tokens, hidden]
     int64_t shared_site;  // of `shared_down`
@@ -192,6 +194,7 @@ struct Experts {
     int64_t sigmoid;    // 1: experts are chosen by sigmoids, see `choose_by_sigmoid`
     const float* bias;  // [experts] of that choice, or null
     double scale;       // of its weights
+    double floor;       // added to their divisor
 
     bool has_shared() const { return shared_down.columns > 0; }
 };

@@ -31,11 +31,11 @@ class Norm:
 class Routing:
     """The number of routed experts, and of those that each token uses. `sigmoids`: they are chosen
     by sigmoids instead of a softmax; (whether the checkpoint has biases of that choice, the sum of
-    the weights)."""
+    the weights, what is added to their divisor)."""
 
     num_experts: int
     top_k: int
-    sigmoids: tuple[bool, float] | None = None
+    sigmoids: tuple[bool, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
