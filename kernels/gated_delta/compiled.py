@@ -54,7 +54,9 @@ def gated_delta(
     tokens: Tokens, state: torch.Tensor, meta: PrefillMeta | DecodeMeta
 ) -> torch.Tensor | None:
     """Step through prefill and decode alike: a decode token is a slice of one."""
-    q, k, v, g, beta = tokens
+    q, k, v, g, beta, skip = tokens
+    if skip is not None:
+        return None
     whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
     if not whole or q.dtype not in DTYPES or state.dtype not in STATE_TYPES:
         return None
