@@ -93,7 +93,8 @@ class Layer:
 def load_layer(spec: ModelSpec, layer: LayerSpec, source: Weights, name: str) -> Layer:
     """Load a layer of a model, whose tensors' names start with `name`."""
     return Layer(
-        tuple(_load_branch(spec, branch, source, name) for branch in layer.branches), spec.norm.eps
+        tuple(_load_branch(spec, branch, source, name) for branch in layer.branches),
+        spec.residual_eps,
     )
 
 
@@ -140,7 +141,10 @@ class Decoder:
             load_layer(spec, layer, source, f"{prefix}layers.{index}")
             for index, layer in enumerate(spec.layers)
         )
-        self.norm = load_norm(source, f"{prefix}{spec.last_norm}", spec.hidden_size, spec.norm)
+        # Logits are divided in the norm before them, unless others take their place.
+        divisor = 1.0 if isinstance(pooled, Linear | int) else spec.scales.logits
+        last = f"{prefix}{spec.last_norm}"
+        self.norm = load_norm(source, last, spec.hidden_size, spec.norm, divisor)
 
     @property
     def last_mixing(self) -> Layer:

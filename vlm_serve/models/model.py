@@ -109,7 +109,8 @@ class Model:
         """
         spec, program = self.spec, Program(self.dtype, self.spec.hidden_size, self.ranks)
         table = self._decoder.embedding
-        if table.dtype == self.dtype and len(table) == spec.vocab_size and table.is_contiguous():
+        whole = len(table) == spec.vocab_size and table.is_contiguous()
+        if table.dtype == self.dtype and whole and spec.embedding_scale == 1.0:
             program.look_up(table)
         rope, frequencies = spec.rope, self._inv_freq
         program.rotate(frequencies, rope.axes, rope.scale)
@@ -121,7 +122,7 @@ class Model:
                 program.features(index)
         if not self.drafts:
             program.keep(program.normed, 0, reporting=True)
-        program.norm(self._decoder.norm, spec.norm.eps)
+        program.norm(self._decoder.norm, spec.residual_eps)
         if self.drafts:
             program.hidden()
             for reporting in (False, True):
@@ -186,6 +187,8 @@ class Model:
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         x = self._look_up(batch.token_ids).to(self.dtype)
+        if self.spec.embedding_scale != 1.0:
+            x *= self.spec.embedding_scale
         for offset, rows in batch.media:
             x[offset : offset + rows.shape[0]] = rows[:, : self.spec.hidden_size]
         return x
@@ -237,7 +240,7 @@ class Model:
         if batch.capture_experts and not self.drafts:
             x, step = x[batch.logit_rows], step.kept(batch.logit_rows)
         head = self._decoder.head
-        hidden, normed = None, Normed(x, self._decoder.norm, self.spec.norm.eps)
+        hidden, normed = None, Normed(x, self._decoder.norm, self.spec.residual_eps)
         if self.drafts:
             hidden, step = normed.rows, step.kept(batch.logit_rows)
             rows = hidden[batch.logit_rows]

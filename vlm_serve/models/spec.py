@@ -77,13 +77,14 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 class Rope:
     """`rotary_dim` of each head's dims are rotated; `sections` gives the number of the
     `rotary_dim / 2` frequencies for temporal, height and width position, which alternate if
-    `interleaved`."""
+    `interleaved`. Without `turning` all angles are 0: heads stay as they are, to the bit."""
 
     theta: float
     rotary_dim: int
     sections: tuple[int, int, int]
     yarn: Yarn | None = None
     interleaved: bool = True
+    turning: bool = True
 
     @property
     def axes(self) -> torch.Tensor:
@@ -103,6 +104,8 @@ class Rope:
 
     def frequencies(self) -> torch.Tensor:
         """Return the angles per position, float32 `[rotary_dim / 2]`."""
+        if not self.turning:
+            return torch.zeros(self.rotary_dim // 2)
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float)
         periods = self.theta ** (exponents / self.rotary_dim)
         return 1.0 / periods if self.yarn is None else self.yarn.frequencies(periods, self.theta)
@@ -249,11 +252,22 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Factors of embeddings and of what a branch adds to the residual, and the divisor of logits,
+    as in Granite."""
+
+    embeddings: float = 1.0
+    branches: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model.
 
     Attributes:
         norm: before mixers and feed-forwards, and behind the last layer.
+        scales: of the residual and of logits.
         vision: None for a text-only model.
         dtype: of the checkpoint's weights.
         family: conventions of its tokenizer and its chat template.
@@ -277,6 +291,7 @@ class ModelSpec:
     dtype: torch.dtype
     family: Family
     last_norm: str = "norm"
+    scales: Scales = Scales()
     mtp: LayerSpec | None = None
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
     quantization: QuantScheme | None = None
@@ -287,6 +302,17 @@ class ModelSpec:
     def classifier(self) -> Classifier | None:
         """The head that labels prompts; None: the model generates."""
         return Classifier.of(self.config)
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings. The residual is computed over the factor of branches, which
+        every norm of it cancels: so branches add what they are, and no operation scales them."""
+        return self.scales.embeddings / self.scales.branches
+
+    @property
+    def residual_eps(self) -> float:
+        """The eps of norms of such a residual."""
+        return self.norm.eps / self.scales.branches**2
 
     @cached_property
     def routing(self) -> Routing | None:

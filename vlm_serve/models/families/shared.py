@@ -38,6 +38,14 @@ _OLDER, _NEWER = ROTATIONS
 _KINDS = {"default": "default", "mrope": "default", "dynamic": "default", "yarn": "yarn"}
 
 
+_BLOCKS = {
+    **dict.fromkeys(("M", "mamba"), "linear_attention"),
+    **dict.fromkeys(("*", "attention"), "full_attention"),
+    **{"E": "moe", "-": "mlp"},
+}
+"""Letters and former names of kinds of layers."""
+
+
 def text_section(config: Config) -> Config:
     """Return the language model's section of a config.json with a vision tower."""
     text = config.section("text_config")
@@ -69,6 +77,22 @@ def layer_types(text: Config, known: Collection[str]) -> list[str]:
         interval = text.size("full_attention_interval")
         full = [(index + 1) % interval == 0 for index in range(count)]
         given = ["full_attention" if attends else "linear_attention" for attends in full]
+    return _known_types(given, known, count)
+
+
+def block_types(text: Config, known: Collection[str], count: int | None = None) -> list[str]:
+    """Return the kinds of all layers, or of the first `count`, as transformers calls them today,
+    whether a file has a list or, as Nemotron-H's, a letter for each."""
+    fields = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    name = next((field for field in fields if text.raw.get(field)), fields[1])
+    given = text.given(name)
+    if not isinstance(given, list | str) or not all(isinstance(kind, str) for kind in given):
+        raise CheckpointError(f"{name} in config.json must be a list of names, not {given!r}")
+    kinds = [_BLOCKS.get(kind, kind) for kind in given]
+    return _known_types(kinds, known, len(kinds) if count is None else count)
+
+
+def _known_types(given: list[str], known: Collection[str], count: int) -> list[str]:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise CheckpointError(
@@ -299,6 +323,12 @@ def rope(text: Config, *, partial: bool, sections: bool, interleaved: bool = Tru
     if not sized or not fits or not (interleaved or sum(axes) == dims // 2):
         raise CheckpointError(f"mrope_section {list(axes)} does not fit {dims} dims")
     return Rope(theta, dims, (axes[0], axes[1], axes[2]), yarn, interleaved)
+
+
+def unrotated(text: Config) -> Rope:
+    """Return the rotation of models whose attention has no positions: by angles of 0."""
+    dims = text.size("head_dim")
+    return Rope(1.0, dims, (dims // 2, 0, 0), turning=False)
 
 
 def context(text: Config, rotation: Rope) -> int:

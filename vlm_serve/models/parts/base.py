@@ -69,12 +69,16 @@ class Step:
                 first += meta.num_tokens
 
 
-def load_norm(source: Weights, name: str, size: int, norm: Norm) -> torch.Tensor:
+def load_norm(
+    source: Weights, name: str, size: int, norm: Norm, divisor: float = 1.0
+) -> torch.Tensor:
     """Load a norm's `[size]` weights in the kernels' convention: a weight of 0 means a factor of
-    1."""
+    1. `divisor`: of its results."""
     weight = source.tensor(f"{name}.weight", (size,))
+    if norm.centred and divisor == 1.0:
+        return weight
     # In float32, because a bfloat16 minus one may not be a bfloat16.
-    return weight if norm.centred else weight.float() - 1.0
+    return (weight.float() + float(norm.centred)) / divisor - 1.0
 
 
 def rows_of(items: range, width: int) -> tuple[range, ...]:

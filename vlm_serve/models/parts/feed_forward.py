@@ -69,14 +69,14 @@ class Mlp(FeedForward):
             )
             for part, first in zip(wide, (0, joined * self.size), strict=False)
         ]
+        joint = len(parts) == 1 or stacked_experts(source.device)
+        loaded = [source.linear(*parts)] if joint else list(map(source.linear, parts))
         down = OutputProjection.load(
             source, Part(f"{name}.{last}.weight", (hidden, self.size), least_bits=4)
         )
         if len(parts) == 1:
-            return LoadedUngatedMlp(source.linear(*parts), down)
-        if stacked_experts(source.device):
-            return LoadedMlp(source.linear(*parts), None, down)
-        return LoadedMlp(source.linear(parts[0]), source.linear(parts[1]), down)
+            return LoadedUngatedMlp(loaded[0], down)
+        return LoadedMlp(loaded[0], None if joint else loaded[1], down)
 
 
 @dataclass(frozen=True, slots=True)
