@@ -52,7 +52,9 @@ _gates = Op(
     triton="vlm_serve.kernels.gated_delta.decoding_triton:gates",
 )
 
-_lengths = Op(reference.step_lengths)
+_lengths = Op(
+    reference.step_lengths, triton="vlm_serve.kernels.gated_delta.mamba2_triton:step_lengths"
+)
 
 
 def chunk_gated_delta(
@@ -63,6 +65,7 @@ def chunk_gated_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
     meta: PrefillMeta,
+    *,
     skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Prefill every slice in the chunks that `meta.chunk_ends` names, each of 1 to 64 tokens.
@@ -103,6 +106,7 @@ def recurrent_gated_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
     meta: DecodeMeta,
+    *,
     skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode one token per sequence: one step of the recurrence each.
@@ -131,6 +135,7 @@ def verify_gated_delta(
     state: torch.Tensor,
     updates: Updates,
     meta: VerifyMeta,
+    *,
     skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Step the recurrence over drafted tokens; leave updates instead of states.
@@ -240,6 +245,4 @@ def _checked(
         raise KernelArgumentError("state", "a row must be contiguous")
     if skip is not None:
         check_tensor("skip", skip, (heads,), (torch.float32,), q.device)
-        if _chunk.on_triton(q.device):
-            raise KernelArgumentError("skip", "Mamba2 has no kernels for GPUs")
     return Tokens(q, k, v, g, beta, skip)

@@ -91,7 +91,7 @@ def chunk_gated_delta(
     bits, which must be rounded behind every chunk.
     """
     q, k, v, g, beta, skip = tokens
-    known = q.dtype != torch.float32 and state.dtype == torch.float32
+    known = skip is None and q.dtype != torch.float32 and state.dtype == torch.float32
     if meta.fixed or not known or q.shape[2] > MOST_DIM:
         return None
     pin_tiles()

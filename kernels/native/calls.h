@@ -57,6 +57,7 @@ struct Delta {
     int64_t state_row_stride, state_type;
     const void *q, *k, *v;
     const float *g, *beta;  // [N, value_heads], contiguous
+    const float* skip;      // [value_heads] for Mamba2's recurrence, or null
     void* states;
     void* out;  // [N, value_heads, value_dim], contiguous
 };

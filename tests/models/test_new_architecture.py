@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,89 +13,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_parts import build_tokenizer, sample_text, write_json, write_tokenizer_files
 from model_driver import Driver, text_sequence
 from oracle import prepare_models
 from parity import greedy
-from safetensors.torch import save_file
+from patchwork import KINDS, SERVED, write_checkpoint
 
 from vlm_serve.models import load_model
-from vlm_serve.models.decoder import Decoder
-from vlm_serve.models.registry import FAMILIES, Served, spec_of
-from vlm_serve.models.weight_sizes import UnreadWeights
+from vlm_serve.models.registry import FAMILIES
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 
 Tensors = Mapping[str, torch.Tensor]
 
-CONFIG: dict[str, Any] = {
-    "model_type": "patchwork",
-    "dtype": "float32",
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "memory": "gated_delta",
-    "state_key_heads": 2,
-    "state_value_heads": 4,
-    "state_key_dim": 16,
-    "state_value_dim": 32,
-    "conv_width": 4,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "expert_size": 48,
-    "norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "max_position_embeddings": 4096,
-}
-
-MAMBA2: dict[str, Any] = {
-    "memory": "mamba2",
-    "mamba_heads": 4,
-    "mamba_head_dim": 32,
-    "mamba_groups": 2,
-    "mamba_state_dim": 16,
-    "mamba_bias": True,
-    "least_step": 0.4,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "gated_delta": {},
-    "mamba2": MAMBA2,
-    "mamba2, one group": MAMBA2 | {"mamba_groups": 1, "mamba_bias": False, "least_step": 0.0},
-}
-
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "patchwork", Served("", "patchwork", media=(), experts=True))
+    monkeypatch.setitem(FAMILIES, "patchwork", SERVED)
 
 
 @pytest.fixture(params=KINDS)
 def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Random weights under the names that the parts ask for."""
-    config = CONFIG | KINDS[request.param]
-    generator = torch.Generator().manual_seed(0)
-    shapes = UnreadWeights(torch.float32)
-    Decoder(spec_of(config), shapes, "model.", None)
-    sizes = dict(shapes.of_tensors)
-    if config.get("mamba_bias"):
-        projections = [name for name in sizes if re.search(r"memory\.(in|out)_proj\.weight", name)]
-        sizes.update({name.replace("weight", "bias"): sizes[name][:1] for name in projections})
-    tensors = {
-        name: 1 + torch.rand(shape, generator=generator)
-        if "norm" in name
-        else torch.randn(shape, generator=generator) / max(shape[-1], 4) ** 0.5
-        for name, shape in sizes.items()
-    }
-    tensors["model.embed_tokens.weight"] *= 4
-    save_file(tensors, tmp_path / "model.safetensors")
-    tokenizer = build_tokenizer(sample_text(2000, 0), config["vocab_size"])
-    write_tokenizer_files(tmp_path, tokenizer, max_length=4096)
-    write_json(tmp_path / "config.json", config)
-    return tmp_path
+    return write_checkpoint(tmp_path, KINDS[request.param])
 
 
 def plain(path: Path, token_ids: list[int]) -> torch.Tensor:

@@ -255,14 +255,14 @@ class LoadedGatedDelta(LoadedMixer):
             tails=cache.conv.data_ptr(),
             states=cache.recurrent.data_ptr(),
             eps=self.eps,
-            **_updates_record(cache),
+            **updates_record(cache),
         )
         if last:
             program.keep(mixed, sizes.values)
         self.out_proj.lower(program, mixed)
 
 
-def _updates_record(cache: StateLayer) -> dict[str, object]:
+def updates_record(cache: StateLayer) -> dict[str, object]:
     """Return the record of compiled code's updates, if they have pools."""
     updates = cache.updates
     if updates is None or not updates.decays.shape[0]:

@@ -19,6 +19,7 @@ from vlm_serve.kernels.causal_conv import (
     causal_conv_verify,
     fold_tails,
 )
+from vlm_serve.kernels.causal_conv.compiled import MAX_TAPS
 from vlm_serve.kernels.causal_conv.reference import Behind
 from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
@@ -27,13 +28,14 @@ from vlm_serve.kernels.gated_delta import (
     step_lengths,
     verify_gated_delta,
 )
+from vlm_serve.kernels.gated_delta.compiled import STATE_TYPES
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, VerifyMeta
 from vlm_serve.kernels.norms import Normed, gated_rms_norm
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import LoadedMixer, Mixer, Norm, OutputProjection, Step, rows_of
-from vlm_serve.models.parts.gated_delta import StateLayer, state_layer
+from vlm_serve.models.parts.gated_delta import StateLayer, state_layer, updates_record
 from vlm_serve.models.program import Program, UnsupportedError
 from vlm_serve.models.weights import Weights
 
@@ -216,4 +218,60 @@ class LoadedMamba2(LoadedMixer):
         fold_gated_delta(cache.recurrent, cache.updates, folds)
 
     def lower(self, program: Program, cache: StateLayer, *, last: bool) -> None:
-        raise UnsupportedError("Mamba2 mixers")
+        sizes, taps, bias = self.sizes, self.conv.shape[1], self.behind.bias
+        program.check_whole(mamba_head_dim=sizes.head_dim, mamba_state_dim=sizes.state_dim)
+        if taps > MAX_TAPS:
+            raise UnsupportedError(f"convolutions of {taps} taps")
+        if cache.recurrent.dtype not in STATE_TYPES:
+            raise UnsupportedError(f"states in {cache.recurrent.dtype}")
+        wide = program.view("wide", self.in_proj.columns)
+        mixed = program.view("convolved", sizes.channels)
+        core = program.view("mixed", sizes.values)
+        program.product(self.in_proj, program.normed, wide)
+        program.emit(
+            "ShortConv",
+            x=wide.at(sizes.values),
+            out=mixed,
+            channels=sizes.channels,
+            taps=taps,
+            tail_stride=cache.conv.stride(0),
+            input_stride=0 if cache.updates is None else cache.updates.inputs.stride(0),
+            conv=program.vector(self.conv.T),
+            bias=None if bias is None else program.vector(bias),
+            tails=cache.conv.data_ptr(),
+            inputs=None if cache.updates is None else cache.updates.inputs.data_ptr(),
+        )
+        low, high = sizes.limits
+        program.emit(
+            "Scan",
+            x=mixed,
+            raw=wide.at(sizes.values + sizes.channels),
+            out=core,
+            heads=sizes.heads,
+            groups=sizes.groups,
+            state_dim=sizes.state_dim,
+            head_dim=sizes.head_dim,
+            state_stride=cache.recurrent.stride(0),
+            state_type=STATE_TYPES[cache.recurrent.dtype],
+            neg_decay=program.vector(self.neg_decay),
+            dt_bias=program.vector(self.dt_bias),
+            skip=program.vector(self.skip),
+            states=cache.recurrent.data_ptr(),
+            low=low,
+            high=high,
+            **updates_record(cache),
+        )
+        groups, width = self.norm.shape
+        program.emit(
+            "GateNorm",
+            x=core,
+            gate=wide,
+            out=core,
+            groups=groups,
+            width=width,
+            factors=program.vector(self.norm),
+            eps=self.eps,
+        )
+        if last:
+            program.keep(core, sizes.values)
+        self.out_proj.lower(program, core)
