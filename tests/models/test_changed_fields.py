@@ -48,7 +48,8 @@ HARMLESS = {
         n_shared_experts moe_shared_expert_overlap num_logits_to_keep use_mamba_kernels
         hidden_dropout rescale_prenorm_residual time_step_(max|limit|floor)""",
     "layers that draft, which are left unread": r"num_nextn_predict_layers mtp_\w+",
-    "a list of layers decides": r"num_hidden_layers layer_types hybrid_override_pattern",
+    "a list of layers decides": """num_hidden_layers layers_block_type
+        layer_types hybrid_override_pattern""",
     "`mamba_d_head` decides": "mamba_expand",
     "`use_sliding_window` is false": "sliding_window max_window_layers",
 }

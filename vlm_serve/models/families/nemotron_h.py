@@ -113,6 +113,6 @@ def _experts(config: Config) -> tuple[BranchSpec, ...]:
     dense = Mlp(config.size("moe_shared_expert_intermediate_size"), "mixer.shared_experts", UNGATED)
     sigmoids = (True, config.positive("routed_scaling_factor"), _NO_FLOOR)
     routing = Routing(config.size("n_routed_experts"), config.size("num_experts_per_tok"), sigmoids)
-    size, names = config.size("moe_intermediate_size"), {"name": _NAME, "bias": _EXPERT_BIAS}
-    experts = Experts(routing, size, 0, parts=UNGATED, **names)
+    size = config.size("moe_intermediate_size")
+    experts = Experts(routing, size, 0, name=_NAME, parts=UNGATED, bias=_EXPERT_BIAS)
     return BranchSpec(dense, _NORM), BranchSpec(experts, None)
