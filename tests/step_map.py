@@ -55,6 +55,13 @@ PARTS = (
         "lower",
     ),
     (
+        "Token mixer: Mamba2",
+        "vlm_serve.models.parts.mamba2",
+        "LoadedMamba2",
+        "apply",
+        "lower",
+    ),
+    (
         "Token mixer: attention",
         "vlm_serve.models.parts.attention",
         "LoadedAttention",

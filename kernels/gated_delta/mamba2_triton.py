@@ -23,14 +23,16 @@ from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.gated_delta.step_triton import sizes_of, softplus, views
 from vlm_serve.kernels.metadata import PrefillMeta
-from vlm_serve.kernels.triton_support import launch, power_of_two
+from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 from vlm_serve.kernels.triton_views import dots, rows, slices
 
 _CHUNK = tl.constexpr(MAX_CHUNK)
 
 
 @triton.jit
-def _mamba2_kernel(tokens, state, out, slices, SIZES: tl.constexpr, DOT: tl.constexpr):
+def _mamba2_kernel(
+    tokens, state, out, slices, SIZES: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr
+):
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     PRECISION: tl.constexpr = DOT.precision
@@ -61,34 +63,42 @@ def _mamba2_kernel(tokens, state, out, slices, SIZES: tl.constexpr, DOT: tl.cons
         decays = tl.load(tokens.g.at + token * tokens.g.stride + head, mask=inside, other=0.0)
         total = tl.cumsum(decays, axis=0)
         last = tl.sum(tl.where(token == end - 1, total, 0.0), axis=0)
-        lengths = tl.load(
-            tokens.beta.at + token * tokens.beta.stride + head, mask=inside, other=0.0
-        )
+        # In tiles of dims, and read again below: whole rows of both would be live at once.
+        scores = tl.zeros((_CHUNK, _CHUNK), tl.float32)
+        for start in range(0, SIZES.block_key, TILE):
+            some = start + tl.arange(0, TILE)
+            own = inside[:, None] & (some < SIZES.key_dim)[None, :]
+            queries = tl.load(
+                q + token[:, None] * tokens.q.token + some[None, :], mask=own, other=0.0
+            )
+            keys = tl.load(k + token[:, None] * tokens.k.token + some[None, :], mask=own, other=0.0)
+            turned = tl.trans(keys.to(DOT.dtype))
+            scores = tl.dot(queries.to(DOT.dtype), turned, scores, input_precision=PRECISION)
+        # Only j <= i is ever used; above the diagonal the difference may overflow exp.
+        decay = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0))
+        seen = tl.where(visible, scores * decay, 0.0).to(DOT.dtype)
         places = token[:, None] * tokens.q.token + dims[None, :]
         queries = tl.load(q + places, mask=inside[:, None] & inside_dims[None, :], other=0.0)
         queries = queries.to(DOT.dtype)
-        places = token[None, :] * tokens.k.token + dims[:, None]
-        keys = tl.load(k + places, mask=inside[None, :] & inside_dims[:, None], other=0.0)
-        keys = keys.to(DOT.dtype)
+        result = tl.dot(queries, current.to(DOT.dtype), input_precision=PRECISION)
+        result *= tl.exp(total)[:, None]
+
         inside_values = inside[:, None] & inside_columns[None, :]
         places = token[:, None] * tokens.v.token + columns[None, :]
         values = tl.load(v + places, mask=inside_values, other=0.0).to(tl.float32)
-        scaled = values * lengths.to(tl.float32)[:, None]
-
-        # Only j <= i is ever used; above the diagonal the difference may overflow exp.
-        decay = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0))
-        scores = tl.dot(queries, keys, input_precision=PRECISION)
-        scores = tl.where(visible, scores * decay, 0.0)
-        result = tl.dot(queries, current.to(DOT.dtype), input_precision=PRECISION)
-        result *= tl.exp(total)[:, None]
-        own = scaled.to(DOT.dtype)
-        result = tl.dot(scores.to(DOT.dtype), own, result, input_precision=PRECISION)
+        places = token * tokens.beta.stride + head
+        lengths = tl.load(tokens.beta.at + places, mask=inside, other=0.0).to(tl.float32)
+        scaled = values * lengths[:, None]
+        result = tl.dot(seen, scaled.to(DOT.dtype), result, input_precision=PRECISION)
         result += values * skip
         places = (token[:, None] * SIZES.heads + head) * SIZES.value_dim + columns[None, :]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=inside_values)
 
         added = (scaled * tl.exp(last - total)[:, None]).to(DOT.dtype)
         current *= tl.exp(last)
+        places = token[None, :] * tokens.k.token + dims[:, None]
+        keys = tl.load(k + places, mask=inside[None, :] & inside_dims[:, None], other=0.0)
+        keys = keys.to(DOT.dtype)
         current = tl.dot(keys, added, current, input_precision=PRECISION)
         # A resumed run reads the rounded state from the pool, so an unsplit one must round it too.
         rounded = current.to(state.at.dtype.element_ty)
@@ -114,11 +124,13 @@ def chunk_mamba2(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) -> torc
         "state": rows(state),
         "out": out,
         "slices": slices(meta, q.device),
-        "SIZES": sizes_of(tokens, columns, 16),
+        "SIZES": sizes_of(tokens, columns, 32),
+        "TILE": 32,
         "DOT": dots(q.dtype),
     }
     grid = (triton.cdiv(value_dim, columns), count, len(meta))
-    launch(_mamba2_kernel, grid, arguments, num_warps=8)
+    # A warp of CDNA has 64 threads: with four of them each may hold twice as many values.
+    launch(_mamba2_kernel, grid, arguments, num_warps=4 if current_target().backend == "hip" else 8)
     return out
 
 
