@@ -9,6 +9,7 @@ import checkpoint_minicpm
 import checkpoint_qwen2
 from checkpoint_lfm2 import fields as lfm2_fields
 from checkpoint_lfm2 import vl_fields
+from checkpoint_mamba import fields as mamba_fields
 from checkpoint_spec import CheckpointSpec
 
 
@@ -16,6 +17,8 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return config.json of the language model; for text-only checkpoints the whole file."""
     if spec.family == "lfm2":
         return lfm2_fields(spec)
+    if spec.mamba:
+        return mamba_fields(spec)
     alone = spec.kin in ("qwen3_next", "qwen3", "qwen2")
     kind = spec.text_family or (spec.model_type if alone else f"{spec.model_type}_text")
     if spec.family == "cosmos3_omni":

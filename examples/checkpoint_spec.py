@@ -22,6 +22,8 @@ FAMILIES = {
     "minicpm_ocr": "MiniCPMOcr",
     "lfm2": "Lfm2",
     "internvl": "InternVL",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "nemotron_h": "NemotronH",
 }
 """Families, and what the names of transformers' classes begin with."""
 
@@ -46,6 +48,10 @@ class CheckpointSpec:
     - LFM2 has short convolutions of `conv_kernel` taps, with a `conv_bias` or without; every
       `full_attention_interval`-th layer has attention. With a tower it cuts pictures into tiles of
       `tile_size` pixels a side, and has a `projector_norm` or none.
+    - Granite (`granitemoehybrid`) and Nemotron-H have Mamba2 with the sizes of Gated DeltaNet: the
+      heads and groups are `gdn_value_heads` and `gdn_key_heads`. `pattern` names their layers by
+      letters: M is Mamba2, * attention, E experts, - an MLP. Granite's heads have `hidden_size /
+      attention_heads`, and rotate if no layer is Mamba2. Its experts are in all layers or none.
     - InternVL has the language model `text_family`, qwen3 or qwen2, with the same rules, and always
       cuts pictures into tiles. With `large_tower` its tower is like that of its largest models.
     - `quantization` is one of `quantised_weights.FORMATS`; some have a scale per `group_size`.
@@ -92,6 +98,7 @@ class CheckpointSpec:
     tile_size: int = 64
     projector_norm: bool = True
     text_family: str = ""
+    pattern: str = ""
     large_tower: bool = False
     image_min_pixels: int = 32 * 32
     image_max_pixels: int = 512 * 512
@@ -117,7 +124,7 @@ class CheckpointSpec:
             return self.family
         if self.tiled:
             return "lfm2_vl"
-        moe = self.num_experts and self.family != "qwen3_next"
+        moe = self.num_experts and not (self.mamba or self.family == "qwen3_next")
         return f"{self.family}_moe" if moe else self.family
 
     @property
@@ -130,7 +137,19 @@ class CheckpointSpec:
     @property
     def hybrid(self) -> bool:
         """True if there are Gated DeltaNet layers beside gated attention."""
-        return self.kin not in ("qwen3_vl", "qwen3", "lfm2") and not self.older
+        others = self.mamba or self.older
+        return self.kin not in ("qwen3_vl", "qwen3", "lfm2") and not others
+
+    @property
+    def mamba(self) -> bool:
+        """True for families with Mamba2."""
+        return self.family in ("granitemoehybrid", "nemotron_h")
+
+    @property
+    def kinds(self) -> str:
+        """The letters of its layers, in families with Mamba2."""
+        usual = {"granitemoehybrid": "M*", "nemotron_h": "ME*-"}[self.family]
+        return self.pattern or (usual * self.num_layers)[: self.num_layers]
 
     @property
     def kin(self) -> str:
@@ -160,11 +179,15 @@ class CheckpointSpec:
 
     def attends(self, index: int) -> bool:
         """Return True if a layer has attention."""
+        if self.mamba:
+            return self.kinds[index] == "*"
         state = self.hybrid or self.family == "lfm2"
         return not state or (index + 1) % self.full_attention_interval == 0
 
     def has_experts(self, index: int) -> bool:
         """Return True if a layer has experts."""
+        if self.family == "nemotron_h":
+            return self.kinds[index] == "E"
         if self.family == "qwen3_5" or not self.num_experts:
             return self.num_experts > 0
         return index >= self.dense_layers and (index + 1) % self.sparse_step == 0
@@ -189,6 +212,14 @@ def _validate(spec: CheckpointSpec) -> None:
     if spec.older and (spec.num_experts or not whole):
         raise ValueError(
             f"{spec.family} has no num_experts, and its hidden_size is attention_heads * head_dim"
+        )
+    if spec.mamba and (spec.vision_depth or len(spec.kinds) != spec.num_layers):
+        raise ValueError(f"{spec.family} has no vision_depth, and a letter of pattern for a layer")
+    if spec.mamba and "E" in spec.kinds and not spec.num_experts:
+        raise ValueError("a pattern with E has num_experts")
+    if spec.family == "granitemoehybrid" and not (whole and set(spec.kinds) <= {"M", "*"}):
+        raise ValueError(
+            "granitemoehybrid has layers M and *, and its hidden_size is attention_heads * head_dim"
         )
     if spec.sliced and (not spec.vision_depth or spec.num_experts):
         raise ValueError(f"{spec.family} has a vision_depth and no num_experts")
@@ -232,6 +263,10 @@ SMALL_SPECS = {
     "minicpm_ocr": CheckpointSpec(family="minicpm_ocr", downsample_mode="4x"),
     "lfm2": CheckpointSpec(family="lfm2", conv_kernel=3, vision_depth=0),
     "internvl": CheckpointSpec(family="internvl", text_family="qwen3"),
+    "granitemoehybrid": CheckpointSpec(
+        family="granitemoehybrid", vision_depth=0, num_experts=8, head_dim=16, gdn_key_heads=1
+    ),
+    "nemotron_h": CheckpointSpec(family="nemotron_h", vision_depth=0, num_experts=8),
 }
 """What a checkpoint of each family begins as."""
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 
 import checkpoint_internvl
+import checkpoint_mamba
 import checkpoint_minicpm
 import checkpoint_qwen2
 import torch
@@ -39,12 +40,18 @@ def _entries(spec: CheckpointSpec) -> Iterator[Entry]:
     prefix = "model.language_model" if spec.vision_depth and not beside else "model"
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
-    yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), embedding
+    table = "embed_tokens"
+    if spec.family == "nemotron_h":
+        prefix, table = "backbone", "embeddings"
+    yield f"{prefix}.{table}.weight", (spec.vocab_size, hidden), embedding
     norm = "centred_norm" if spec.hybrid else "norm"
     for index in range(spec.num_layers):
         layer = f"{prefix}.layers.{index}"
         if spec.family == "lfm2":
             yield from layer_entries(layer, index, spec)
+            continue
+        if spec.mamba:
+            yield from checkpoint_mamba.layer_entries(layer, index, spec)
             continue
         if spec.attends(index):
             yield from _attention(layer, spec)
@@ -53,7 +60,7 @@ def _entries(spec: CheckpointSpec) -> Iterator[Entry]:
         yield from _experts(layer, spec) if spec.has_experts(index) else _dense(layer, spec)
         yield f"{layer}.input_layernorm.weight", (hidden,), norm
         yield f"{layer}.post_attention_layernorm.weight", (hidden,), norm
-    last = "embedding_norm" if spec.family == "lfm2" else "norm"
+    last = {"lfm2": "embedding_norm", "nemotron_h": "norm_f"}.get(spec.family, "norm")
     yield f"{prefix}.{last}.weight", (hidden,), norm
     if spec.vision_depth:
         yield from _tower(spec)

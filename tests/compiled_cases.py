@@ -29,6 +29,8 @@ SPECS = {
     # Attention alone, without gates; features behind two layers; every second one dense.
     "convolutions": FAMILIES["lfm2, tied, biased, four taps"],
     "sigmoids": FAMILIES["lfm2 moe"],
+    "scaled, experts beside an mlp": FAMILIES["granite h"],
+    "one branch a layer, no gates": FAMILIES["nemotron"],
     "features": replace(FAMILIES["vl moe, every second layer dense"], deepstack_features=2),
 }
 TYPES = {

@@ -217,6 +217,52 @@ _INTERNVL: Shapes = {
     ),
 }
 
+_GRANITE: Shapes = {
+    "granite h": CheckpointSpec(
+        family="granitemoehybrid",
+        vision_depth=0,
+        num_experts=8,
+        head_dim=16,
+        gdn_key_heads=1,
+        gdn_value_heads=4,
+        gdn_value_dim=32,
+        seed=33,
+    ),
+    "granite h, dense, tied, ends with mamba": CheckpointSpec(
+        family="granitemoehybrid",
+        vision_depth=0,
+        head_dim=16,
+        kv_heads=1,
+        gdn_key_heads=1,
+        gdn_value_heads=4,
+        gdn_value_dim=32,
+        num_layers=3,
+        pattern="M*M",
+        tied_embeddings=True,
+        seed=34,
+    ),
+    "granite, rotated attention alone": CheckpointSpec(
+        family="granitemoehybrid",
+        vision_depth=0,
+        head_dim=16,
+        gdn_key_heads=1,
+        pattern="****",
+        seed=35,
+    ),
+}
+_NEMOTRON: Shapes = {
+    "nemotron": CheckpointSpec(family="nemotron_h", vision_depth=0, num_experts=8, seed=36),
+    "nemotron, dense, three heads a group, ends with mamba": CheckpointSpec(
+        family="nemotron_h",
+        vision_depth=0,
+        num_layers=5,
+        pattern="M-*-M",
+        gdn_key_heads=2,
+        gdn_value_heads=6,
+        gdn_key_dim=32,
+        seed=37,
+    ),
+}
 FAMILIES: dict[str, Shapes] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5_MOE,
@@ -238,6 +284,8 @@ FAMILIES: dict[str, Shapes] = {
     "lfm2_moe": _LFM2_MOE,
     "lfm2_vl": _LFM2_VL,
     "internvl": _INTERNVL,
+    "granitemoehybrid": _GRANITE,
+    "nemotron_h": _NEMOTRON,
 }
 """By model type, as the registry has them."""
 

@@ -33,3 +33,12 @@ def modeling() -> Any:
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
     return modeling_qwen3_5_moe
+
+
+@cache
+def modeling_mamba2() -> Any:
+    """transformers' module with Nemotron-H's Mamba2 layers."""
+    prepare_models()
+    from transformers.models.nemotron_h import modeling_nemotron_h
+
+    return modeling_nemotron_h

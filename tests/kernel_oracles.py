@@ -21,9 +21,13 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 def gated_rms_norm_reference(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_first: bool = False,
 ) -> torch.Tensor:
-    return norms.gated_rms_norm(x.double(), gate.double(), weight, eps)
+    return norms.gated_rms_norm(x.double(), gate.double(), weight, eps, gate_first=gate_first)
 
 
 def qk_norm_rope_reference(
@@ -51,11 +55,13 @@ def gated_delta_reference(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor | None,
+    skip: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence's outputs and the states after 1 ... n tokens."""
     shape = v.shape[1], k.shape[2], v.shape[2]
     first = v.new_zeros(shape) if state is None else state
-    tokens = Tokens(*(each.double() for each in (q, k, v, g, beta)))
+    q, k, v, g, beta = (each.double() for each in (q, k, v, g, beta))
+    tokens = Tokens(q, k, v, g, beta, None if skip is None else skip.double())
     outs, states = [], []
     for out, _, after in steps_of(tokens, first.double()):
         outs.append(out[:, 0])

@@ -28,16 +28,19 @@ from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model
 from vlm_serve.models.cache_layout import CacheTensors, Content
 from vlm_serve.models.parts.attention import LoadedAttention
-from vlm_serve.models.parts.feed_forward import LoadedExperts, LoadedMlp
+from vlm_serve.models.parts.feed_forward import LoadedExperts, LoadedMlp, LoadedUngatedMlp
 from vlm_serve.models.parts.gated_delta import LoadedGatedDelta
+from vlm_serve.models.parts.mamba2 import LoadedMamba2
 from vlm_serve.models.parts.short_conv import LoadedShortConv
 
 Kind = Literal["decode", "drafts", "prefill"]
 PARTS: dict[str, type] = {
     "Gated DeltaNet": LoadedGatedDelta,
     "short convolution": LoadedShortConv,
+    "Mamba2": LoadedMamba2,
     "attention": LoadedAttention,
     "MLP": LoadedMlp,
+    "MLP without a gate": LoadedUngatedMlp,
     "experts": LoadedExperts,
 }
 BLOCK, LONGEST, DRAFTED = 16, 8192, 4

@@ -39,6 +39,7 @@ PACKAGE = "vlm_serve."
 TORCH_PRODUCTS = {"F.linear", "torch.addmm", "torch.mm"}
 PARTS = (
     ("The model around its layers", "vlm_serve.models.model", "Model", "_by_ops", "compile_steps"),
+    ("A layer", "vlm_serve.models.decoder", "Layer", "apply", "lower"),
     (
         "Token mixer: Gated DeltaNet",
         "vlm_serve.models.parts.gated_delta",
@@ -54,6 +55,13 @@ PARTS = (
         "lower",
     ),
     (
+        "Token mixer: Mamba2",
+        "vlm_serve.models.parts.mamba2",
+        "LoadedMamba2",
+        "apply",
+        "lower",
+    ),
+    (
         "Token mixer: attention",
         "vlm_serve.models.parts.attention",
         "LoadedAttention",
@@ -64,6 +72,13 @@ PARTS = (
         "Feed-forward: MLP",
         "vlm_serve.models.parts.feed_forward",
         "LoadedMlp",
+        "apply",
+        "lower",
+    ),
+    (
+        "Feed-forward: MLP without a gate",
+        "vlm_serve.models.parts.feed_forward",
+        "LoadedUngatedMlp",
         "apply",
         "lower",
     ),

@@ -23,10 +23,16 @@ CONDITIONS = {
     "gate": "gated attention",
     "self.drafts": "with `mtp` drafts",
     "not self.drafts": "without `mtp` drafts",
+    "branch.norm is not None": "it has its own norm",
     "index < spec.media_features": "media features",
     "index < self.spec.media_features": "media features",
 }
 """Conditions in the code of parts, as the page words them."""
+WHOLES = {
+    "layer": "[the layer's branches](#a-layer), one after the other",
+    "branch.part": "the branch's token mixer or feed-forward",
+}
+"""Names of what computes by itself, as the page words them."""
 LABELLED = {"add", "gated", "logits", "norm", "product"}
 """Methods of `Program` whose rows name the weights that they are called with."""
 NORMS, PENDING = "vlm_serve.kernels.norms", "Normed"
@@ -326,16 +332,16 @@ class Walk:
             found = function(NORMS if text == "rms_norm" else self.module, text)
             if found is not None and own_ops(found):
                 self._add(f"{found.module}:{found.name}", when)
-        elif owner.startswith("layer.") and last in ("apply", "lower"):
-            part = {"mixer": "token mixer", "feed_forward": "feed-forward part"}[owner[6:]]
-            self._add(f"the layer's **{part}**", when)
+        elif owner in WHOLES and last in ("apply", "lower"):
+            self._add(WHOLES[owner], when)
         elif re.fullmatch(r"F\.\w+", text):
             self._add(f"torch `{text}`", when)
         elif text == "self.emit" or text == "program.emit":
             self._add(f"emit:{ast.literal_eval(call.args[0])}:{self.label}", when)
         elif owner == "program":
             fields = [self._whole(ast.unparse(each)) for each in call.args]
-            weights = [_field(each) for each in fields if each.startswith(("self.", "layer."))]
+            named = (each for each in fields if each != "self.eps")
+            weights = [_field(each) for each in named if each.startswith(("self.", "branch."))]
             label = " and ".join(weights) if last in LABELLED else ""
             self._inner("vlm_serve.models.program", "Program", last, label, when)
         elif owner == "self":
@@ -422,6 +428,6 @@ def _attribute(module: str, owner: str, name: str) -> tuple[str, str] | None:
 
 def _field(chain: str) -> str:
     """Return an attribute as the page names it."""
-    for head in ("self._decoder.", "self._", "self.", "layer."):
+    for head in ("self._decoder.", "self._", "self.", "branch."):
         chain = chain.removeprefix(head)
     return f"`{chain.removesuffix('.weight')}`"

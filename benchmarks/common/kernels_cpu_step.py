@@ -31,7 +31,7 @@ class DecodeStep:
             pool.zero_()
         self._model.compile_steps(self._driver.caches)
         decoder = self._model._decoder
-        parts = [part for layer in decoder.layers for part in (layer.mixer, layer.feed_forward)]
+        parts = [branch.part for layer in decoder.layers for branch in layer.branches]
         values = [getattr(part, name) for part in parts for name in part.__slots__]
         self._projections = [*(one for one in values if isinstance(one, Linear)), decoder.head]
         self._sequences = [text_sequence([1] * context) for _ in range(batch)]

@@ -57,9 +57,15 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return (wide * 0.5 * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """Compute `max(x, 0)` squared, in the dtype of x."""
+    return x.float().clamp(min=0).square_().to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
 }
 """By the name that a product takes."""

@@ -6,6 +6,12 @@ with q and k normalised to unit length and q scaled by `Dk ** -0.5` (Yang, Kautz
 "Gated Delta Networks"; transformers' torch_chunk_gated_delta_rule and
 torch_recurrent_gated_delta_rule). Each key head serves `Hv / Hk` consecutive value heads.
 Everything inside is float32.
+
+With factors `skip` the recurrence is that of Mamba2 (Dao, Gu 2024, "Transformers are SSMs";
+transformers' mamba2_chunk_scan and mamba2_selective_state_update), where q is C, k is B and beta
+the length of a step:
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t + skip v_t
 """
 
 from __future__ import annotations
@@ -46,6 +52,10 @@ _gates = Op(
     triton="vlm_serve.kernels.gated_delta.decoding_triton:gates",
 )
 
+_lengths = Op(
+    reference.step_lengths, triton="vlm_serve.kernels.gated_delta.mamba2_triton:step_lengths"
+)
+
 
 def chunk_gated_delta(
     q: torch.Tensor,
@@ -55,6 +65,8 @@ def chunk_gated_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
     meta: PrefillMeta,
+    *,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Prefill every slice in the chunks that `meta.chunk_ends` names, each of 1 to 64 tokens.
 
@@ -70,9 +82,10 @@ def chunk_gated_delta(
         q, k: `[N, Hk, Dk]`, float32, bfloat16 or float16, any strides with a dense last dimension.
         v: `[N, Hv, Dv]`, the dtype of q, likewise; `Hv` a multiple of `Hk`.
         g: `[N, Hv]` float32, log decay (<= 0).
-        beta: `[N, Hv]` float, write strength in 0..1.
+        beta: `[N, Hv]` float, write strength in 0..1, or Mamba2's length of a step.
         state: `[rows, Hv, Dk, Dv]`, float32, bfloat16 or float16, any row stride; written in place.
         meta: the slices.
+        skip: `[Hv]` float32 for Mamba2's recurrence; None for the delta rule.
 
     Returns:
         `[N, Hv, Dv]` in the dtype of v, contiguous.
@@ -80,7 +93,7 @@ def chunk_gated_delta(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    tokens = _checked(q, k, v, g, beta, state)
+    tokens = _checked(q, k, v, g, beta, state, skip)
     check_meta(meta, q.shape[0], state.shape[0])
     return _chunk(q.device, tokens, state, meta)
 
@@ -93,11 +106,13 @@ def recurrent_gated_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
     meta: DecodeMeta,
+    *,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode one token per sequence: one step of the recurrence each.
 
     Args:
-        q, k, v, g, beta, state: as in `chunk_gated_delta`, with B tokens.
+        q, k, v, g, beta, state, skip: as in `chunk_gated_delta`, with B tokens.
         meta: the sequences' rows; a snapshot row also receives the new state.
 
     Returns:
@@ -106,7 +121,7 @@ def recurrent_gated_delta(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    tokens = _checked(q, k, v, g, beta, state)
+    tokens = _checked(q, k, v, g, beta, state, skip)
     check_meta(meta, q.shape[0], state.shape[0])
     return _recurrent(q.device, tokens, state, meta)
 
@@ -120,6 +135,8 @@ def verify_gated_delta(
     state: torch.Tensor,
     updates: Updates,
     meta: VerifyMeta,
+    *,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Step the recurrence over drafted tokens; leave updates instead of states.
 
@@ -127,7 +144,7 @@ def verify_gated_delta(
     dtype after every token, as decode steps would.
 
     Args:
-        q, k, v, g, beta, state: as in `chunk_gated_delta`.
+        q, k, v, g, beta, state, skip: as in `chunk_gated_delta`.
         updates: receives keys, changes and decays of the tokens.
         meta: the slices.
 
@@ -137,7 +154,7 @@ def verify_gated_delta(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    tokens = _checked(q, k, v, g, beta, state)
+    tokens = _checked(q, k, v, g, beta, state, skip)
     check_meta(meta, q.shape[0], state.shape[0], updates.decays.shape[0])
     return _verify(q.device, tokens, state, updates, meta)
 
@@ -178,6 +195,33 @@ def gates(
     return _gates(raw.device, raw, neg_decay, dt_bias, deterministic=deterministic)
 
 
+def step_lengths(
+    raw: torch.Tensor,
+    neg_decay: torch.Tensor,
+    dt_bias: torch.Tensor,
+    limits: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute Mamba2's lengths of steps, `softplus(raw + dt_bias)` within limits, and its log
+    decays, `neg_decay` times that. An element's bits depend on it alone.
+
+    Args:
+        raw: `[T, Hv]`, float32, bfloat16 or float16, any row stride.
+        neg_decay, dt_bias: float32 `[Hv]`.
+        limits: the least and the greatest length.
+
+    Returns:
+        (beta, g) for `chunk_gated_delta`, float32 `[T, Hv]` each.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    heads = neg_decay.shape[0]
+    check_tensor("raw", raw, (None, heads), FLOAT_DTYPES, raw.device)
+    check_tensor("neg_decay", neg_decay, (heads,), (torch.float32,), raw.device)
+    check_tensor("dt_bias", dt_bias, (heads,), (torch.float32,), raw.device)
+    return _lengths(raw.device, raw, neg_decay, dt_bias, *limits)
+
+
 def _checked(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -185,6 +229,7 @@ def _checked(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
+    skip: torch.Tensor | None,
 ) -> Tokens:
     check_tensor("q", q, (None, None, None), FLOAT_DTYPES, q.device)
     check_tensor("k", k, q.shape, (q.dtype,), q.device)
@@ -198,4 +243,6 @@ def _checked(
     check_tensor("state", state, (None, heads, key_dim, value_dim), FLOAT_DTYPES, q.device)
     if not state[:1].is_contiguous():
         raise KernelArgumentError("state", "a row must be contiguous")
-    return Tokens(q, k, v, g, beta)
+    if skip is not None:
+        check_tensor("skip", skip, (heads,), (torch.float32,), q.device)
+    return Tokens(q, k, v, g, beta, skip)

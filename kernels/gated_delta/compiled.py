@@ -54,12 +54,13 @@ def gated_delta(
     tokens: Tokens, state: torch.Tensor, meta: PrefillMeta | DecodeMeta
 ) -> torch.Tensor | None:
     """Step through prefill and decode alike: a decode token is a slice of one."""
-    q, k, v, g, beta = tokens
+    q, k, v, g, beta, skip = tokens
     whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
     if not whole or q.dtype not in DTYPES or state.dtype not in STATE_TYPES:
         return None
     out = torch.empty(v.shape, dtype=v.dtype)
     g, beta = g.contiguous(), beta.float().contiguous()
+    skip = None if skip is None else skip.contiguous()
     job = _Delta(
         packed=packed(meta),
         key_heads=q.shape[1],
@@ -79,6 +80,7 @@ def gated_delta(
         v=v.data_ptr(),
         g=g.data_ptr(),
         beta=beta.data_ptr(),
+        skip=None if skip is None else skip.data_ptr(),
         states=state.data_ptr(),
         out=out.data_ptr(),
     )

@@ -19,7 +19,7 @@ import triton.language as tl
 from vlm_serve.kernels.causal_conv.triton import TAIL_TILE, arguments_of, convolve_token
 from vlm_serve.kernels.causal_conv.triton import sizes_of as conv_sizes
 from vlm_serve.kernels.gated_delta.reference import Tokens
-from vlm_serve.kernels.gated_delta.step_triton import advance, sizes_of, step_arguments
+from vlm_serve.kernels.gated_delta.step_triton import advance, sizes_of, softplus, step_arguments
 from vlm_serve.kernels.gated_delta.triton import recurrent_gated_delta
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.norms.triton import gated_rms_norm, gated_rows
@@ -54,14 +54,9 @@ def token_gates(row, gates, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     strength = tl.load(raw + heads, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(raw + HEADS + heads, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(gates.dt_bias + heads, mask=inside, other=0.0)
-    # log(1 + exp(x)) without overflow. If 1 + exp(-|x|) rounds to 1, its logarithm is exp(-|x|).
-    small = tl.exp(-tl.abs(x))
-    grown = 1.0 + small
-    tail = tl.where(grown == 1.0, small, tl.log(grown) * (small / (grown - 1.0)))
-    softplus = tl.maximum(x, 0.0) + tail
     factor = tl.load(gates.neg_decay + heads, mask=inside, other=0.0)
     tl.store(gates.beta + row * HEADS + heads, 1.0 / (1.0 + tl.exp(-strength)), mask=inside)
-    tl.store(gates.decay + row * HEADS + heads, factor * softplus, mask=inside)
+    tl.store(gates.decay + row * HEADS + heads, factor * softplus(x), mask=inside)
 
 
 @triton.jit

@@ -90,8 +90,8 @@ def chunk_gated_delta(
     Return None, with nothing done, for a graph's tables, for float32 operands, and for states of 16
     bits, which must be rounded behind every chunk.
     """
-    q, k, v, g, beta = tokens
-    known = q.dtype != torch.float32 and state.dtype == torch.float32
+    q, k, v, g, beta, skip = tokens
+    known = skip is None and q.dtype != torch.float32 and state.dtype == torch.float32
     if meta.fixed or not known or q.shape[2] > MOST_DIM:
         return None
     pin_tiles()

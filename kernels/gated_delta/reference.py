@@ -25,6 +25,8 @@ class Tokens(NamedTuple):
         v: values.
         g: log decay.
         beta: write strength.
+        skip: `[Hv]`, what part of v is added to the outputs. With it the recurrence is Mamba2's: a
+            value is written as it is, and q and k are read as they are. None: the delta rule.
     """
 
     q: torch.Tensor
@@ -32,6 +34,16 @@ class Tokens(NamedTuple):
     v: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
+    skip: torch.Tensor | None = None
+
+    def part(self, begin: int, end: int) -> Tokens:
+        """Return the tokens from `begin` to before `end`."""
+        q, k, v, g, beta = (tensor[begin:end] for tensor in self[:5])
+        return Tokens(q, k, v, g, beta, self.skip)
+
+    def keys(self) -> torch.Tensor:
+        """Return the keys that values are written under, `[N, Hk, Dk]`."""
+        return unit(self.k) if self.skip is None else widened(self.k)
 
 
 def gated_delta(
@@ -41,8 +53,7 @@ def gated_delta(
     out = torch.empty(tokens.v.shape, dtype=tokens.v.dtype)
     for begin, end, source, kept in sequences(meta):
         current = torch.zeros_like(state[0]) if source < 0 else state[source]
-        slice_tokens = Tokens(*(tensor[begin:end] for tensor in tokens))
-        steps = steps_of(slice_tokens, current)
+        steps = steps_of(tokens.part(begin, end), current)
         for place in range(begin, end + 1):
             for row in (row for token, row in kept if token == place):
                 state[row] = current
@@ -59,17 +70,23 @@ def steps_of(tokens: Tokens, state: torch.Tensor) -> Iterator[Step]:
         (output `[Hv, 1, Dv]`, change `[Hv, 1, Dv]`, state after the token).
     """
     shared = tokens.v.shape[1] // tokens.k.shape[1]
-    q, k = (unit(heads).repeat_interleave(shared, 1) for heads in tokens[:2])
-    inputs = (q * tokens.q.shape[2] ** -0.5, k, widened(tokens.v))
+    scale = tokens.q.shape[2] ** -0.5
+    q = unit(tokens.q) * scale if tokens.skip is None else widened(tokens.q)
+    q, k = (heads.repeat_interleave(shared, 1) for heads in (q, tokens.keys()))
+    inputs = (q, k, widened(tokens.v))
     heads = (widened(tokens.g).exp()[..., None], widened(tokens.beta)[..., None])
     for query, key, value, decay, strength in zip(
         *(operand.unsqueeze(2) for operand in (*inputs, *heads)), strict=True
     ):
         before = widened(state) * decay
-        change = strength * (value - torch.bmm(key, before))
+        written = value if tokens.skip is not None else value - torch.bmm(key, before)
+        change = strength * written
         after = before + key.mT * change
         state = after.to(state.dtype)
-        yield torch.bmm(query, after), change, state
+        result = torch.bmm(query, after)
+        if tokens.skip is not None:
+            result = result + tokens.skip[:, None, None] * value
+        yield result, change, state
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -85,8 +102,8 @@ def verify_gated_delta(
     out = torch.empty(tokens.v.shape, dtype=tokens.v.dtype)
     slices = zip(meta.rows, meta.updates, pairwise(meta.cu_seqlens), strict=True)
     for row, first, (begin, end) in slices:
-        slice_tokens = Tokens(*(tensor[begin:end] for tensor in tokens))
-        updates.keys[first : first + end - begin] = unit(slice_tokens.k)
+        slice_tokens = tokens.part(begin, end)
+        updates.keys[first : first + end - begin] = slice_tokens.keys()
         updates.decays[first : first + end - begin] = slice_tokens.g.exp()
         for place, (result, change, _) in enumerate(steps_of(slice_tokens, state[row])):
             out[begin + place], updates.changes[first + place] = result[:, 0], change[:, 0]
@@ -114,3 +131,10 @@ def gates(
     wide, heads = raw.float(), neg_decay.shape[0]
     b, a = wide[:, :heads], wide[:, heads:] + dt_bias
     return times_sigmoid(torch.ones_like(b), b), neg_decay * softplus(a)
+
+
+def step_lengths(
+    raw: torch.Tensor, neg_decay: torch.Tensor, dt_bias: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = softplus(raw.float() + dt_bias).clamp_(low, high)
+    return lengths, neg_decay * lengths

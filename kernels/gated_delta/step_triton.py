@@ -1,4 +1,5 @@
-"""One token of the gated delta rule on a GPU, shared by the decode step and drafted tokens."""
+"""One token of the gated delta rule, or of Mamba2's recurrence, on a GPU: shared by the decode step
+and drafted tokens."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.triton_support import power_of_two
-from vlm_serve.kernels.triton_views import constants, heads, rows
+from vlm_serve.kernels.triton_views import Heads, Rows, constants, heads, rows
 
 EPS = tl.constexpr(1e-6)
 STEP_COLUMNS = 32
@@ -20,7 +21,8 @@ STEP_COLUMNS = 32
 
 
 class StepSizes(NamedTuple):
-    """Constants: value heads of a key head and in all, head dims, and the tile of a state."""
+    """Constants: value heads of a key head and in all, head dims, the tile of a state, and whether
+    the recurrence is the delta rule."""
 
     ratio: int
     heads: int
@@ -28,33 +30,71 @@ class StepSizes(NamedTuple):
     value_dim: int
     block_key: int
     columns: int
+    delta: bool
 
 
-def views(tokens: Tokens) -> Tokens:
-    """Return tokens as one argument: `Heads` of q, k and v, `Rows` of g and beta."""
-    q, k, v, g, beta = tokens
-    return Tokens._make((heads(q), heads(k), heads(v), rows(g), rows(beta)))
+class Views(NamedTuple):
+    """Tokens of the delta rule as one argument, see `Tokens`."""
+
+    q: Heads
+    k: Heads
+    v: Heads
+    g: Rows
+    beta: Rows
+
+
+class SkipViews(NamedTuple):
+    """Tokens of Mamba2 as one argument, see `Tokens`."""
+
+    q: Heads
+    k: Heads
+    v: Heads
+    g: Rows
+    beta: Rows
+    skip: torch.Tensor
+
+
+def views(tokens: Tokens) -> Views | SkipViews:
+    """Return tokens as one argument."""
+    q, k, v, g, beta, skip = tokens
+    own = heads(q), heads(k), heads(v), rows(g), rows(beta)
+    return Views(*own) if skip is None else SkipViews(*own, skip)
 
 
 def sizes_of(tokens: Tokens, columns: int = STEP_COLUMNS, least: int = 1) -> StepSizes:
     """Return the constants for tiles of so many value columns, and at least so many key dims."""
     (count, value_dim), (keys, key_dim) = tokens.v.shape[1:], tokens.q.shape[1:]
     block = power_of_two(key_dim, least)
-    return constants(StepSizes, count // keys, count, key_dim, value_dim, block, columns)
+    ratio, delta = count // keys, tokens.skip is None
+    return constants(StepSizes, ratio, count, key_dim, value_dim, block, columns, delta)
 
 
 @triton.jit
-def step(current, query, key, value, gate, strength, scale):
+def softplus(x):
+    """Compute log(1 + exp(x)) without overflow. If 1 + exp(-|x|) rounds to 1, its logarithm is
+    exp(-|x|)."""
+    small = tl.exp(-tl.abs(x))
+    grown = 1.0 + small
+    tail = tl.where(grown == 1.0, small, tl.log(grown) * (small / (grown - 1.0)))
+    return tl.maximum(x, 0.0) + tail
+
+
+@triton.jit
+def step(current, query, key, value, gate, strength, scale, DELTA: tl.constexpr):
     """Step the recurrence over one token, for decode and drafts alike.
 
-    Return the state after it (not rounded), the output read from it, and the token's unit key,
-    change and decay.
+    Return the state after it (not rounded), the output read from it, and the key that the token is
+    written under, its change and its decay.
     """
-    query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS) * scale
-    key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
+    if DELTA:
+        query *= tl.rsqrt(tl.sum(query * query, axis=0) + EPS) * scale
+        key *= tl.rsqrt(tl.sum(key * key, axis=0) + EPS)
     decay = tl.exp(gate)
     current *= decay
-    change = (value - tl.sum(current * key[:, None], axis=0)) * strength
+    if DELTA:
+        change = (value - tl.sum(current * key[:, None], axis=0)) * strength
+    else:
+        change = value * strength
     current += key[:, None] * change[None, :]
     result = tl.sum(current * query[:, None], axis=0)
     return current, result, key, change, decay
@@ -94,7 +134,11 @@ def advance(sequence, head, columns, tokens, state, moves, scale, SIZES: tl.cons
         stored = tl.load(state.at + src * state.stride + tile, mask=tile_inside, other=0.0)
         current = stored.to(tl.float32)
     query, key, value, gate, strength = load_token(tokens, token, head, dims, columns, SIZES)
-    current, result, _key, _change, _decay = step(current, query, key, value, gate, strength, scale)
+    current, result, _key, _change, _decay = step(
+        current, query, key, value, gate, strength, scale, SIZES.delta
+    )
+    if not SIZES.delta:
+        result += tl.load(tokens.skip + head) * value
     rounded = current.to(state.at.dtype.element_ty)
     dst = tl.load(moves.dst + sequence).to(tl.int64)
     tl.store(state.at + dst * state.stride + tile, rounded, mask=tile_inside)

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
+from vlm_serve.kernels.gated_delta.mamba2_triton import chunk_mamba2
 from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.gated_delta.step_triton import (
     EPS,
@@ -307,6 +308,8 @@ def _scan_kernel(tokens, made, state, out, slices, SIZES: tl.constexpr, DOT: tl.
 
 
 def chunk_gated_delta(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) -> torch.Tensor:
+    if tokens.skip is not None:
+        return chunk_mamba2(tokens, state, meta)
     q, v = tokens.q, tokens.v
     count, value_dim = v.shape[1:]
     chunked = prepare_chunks(tokens, meta)
@@ -401,8 +404,10 @@ def _verify_kernel(tokens, state, out, old, new, table, scale, room, SIZES: tl.c
         token = begin + place
         query, key, value, gate, strength = load_token(tokens, token, head, dims, columns, SIZES)
         current, result, key, change, decay = step(
-            current, query, key, value, gate, strength, scale
+            current, query, key, value, gate, strength, scale, SIZES.delta
         )
+        if not SIZES.delta:
+            result += tl.load(tokens.skip + head) * value
         current = current.to(state.at.dtype.element_ty).to(tl.float32)
         own = (token * SIZES.heads + head) * SIZES.value_dim + columns
         tl.store(out + own, result.to(out.dtype.element_ty), mask=inside_columns)
@@ -486,7 +491,7 @@ def fold_gated_delta(
     table = torch.tensor([(*fold, 0, 0) for fold in folds], dtype=torch.int32, device=device)
     keys, values = updates.keys[:0], updates.changes[:0]
     gates = updates.decays[:0]
-    none = Tokens(keys, keys, values, gates, gates)
+    none = Tokens(keys, keys, values, gates, gates, None)
     _launch(none, state, values, updates, _Parts(keys, values, gates), table, 0)
 
 

@@ -18,7 +18,7 @@ from vlm_serve.kernels.linear.low_rank_factors import ExpertSites, Reduced
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.norms import Normed
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 CHUNK_BYTES = 16 << 20
 """Bytes of rows to convert at a time, so that loading needs no second copy of a tensor."""

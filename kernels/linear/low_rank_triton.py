@@ -37,7 +37,7 @@ _PART = tl.constexpr(PART)
 # Numbers of `KINDS`.
 _FLOAT32 = tl.constexpr(0)
 _BFLOAT16 = tl.constexpr(1)
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu2": 4}
 """Numbers of activations in `finished`."""
 
 
@@ -272,6 +272,8 @@ def finished(total, times, plus, row, columns, mask, ACTIVATION: tl.constexpr):
         bent = 0.7978845608028654 * (total + 0.044715 * total * total * total)
         # 1 + tanh(bent)
         total = total * 0.5 * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * bent)))
+    elif ACTIVATION == 4:
+        total = tl.where(total < 0.0, 0.0, total * total)
     if times is not None:
         places = times.at + (row * times.stride)[:, None] + columns[None, :]
         total *= tl.load(places, mask=mask, other=0.0).to(tl.float32)

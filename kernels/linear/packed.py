@@ -24,6 +24,7 @@ _ACTIVATIONS: dict[Activation, int] = {
     "silu": constant("SILU"),
     "gelu": constant("GELU"),
     "gelu_tanh": constant("GELU_TANH"),
+    "relu2": constant("RELU2"),
 }
 
 _Projection = struct("Projection")

@@ -68,7 +68,8 @@ def routed_experts(
     """Compute `sum_j weights[t, j] * down[e] @ (silu(gate) * up)` for every token t.
 
     Here `e = ids[t, j]` and `gate, up = gate_up[e] @ x[t]`. The sum is taken in float32, over
-    ascending expert ids.
+    ascending expert ids. Without gates, `gate_up` holds up alone, and `max(up, 0)` squared takes
+    the place of `silu(gate) * up`, as in Nemotron-H (transformers' NemotronHExperts).
 
     Args:
         x: `[T, H]`, float32, bfloat16 or float16.
@@ -140,7 +141,8 @@ def _check_experts(
         if not isinstance(down, Stored):
             raise KernelArgumentError("down", "quantised in one piece if and only if gate_up is")
         hidden, experts = x.shape[1], down.codes.shape[0] / x.shape[1]
-        if gate_up.depth != hidden or gate_up.codes.shape[0] != 2 * experts * down.depth:
+        rows = gate_up.codes.shape[0] / (experts * down.depth)
+        if gate_up.depth != hidden or rows not in (1, 2):
             raise KernelArgumentError("gate_up", f"does not fit {hidden} channels and down")
         return
     if isinstance(down, Stored):
@@ -149,14 +151,14 @@ def _check_experts(
         if not isinstance(down, torch.Tensor):
             raise KernelArgumentError("down", "one tensor if and only if gate_up is")
         check_tensor("gate_up", gate_up, (None, None, x.shape[1]), (x.dtype,), x.device)
-        experts, double = gate_up.shape[:2]
-        if double % 2:
-            raise KernelArgumentError("gate_up", f"{double} rows, expected gate and up halves")
-        check_tensor("down", down, (experts, x.shape[1], double // 2), (x.dtype,), x.device)
+        experts, rows = gate_up.shape[:2]
+        check_tensor("down", down, (experts, x.shape[1], None), (x.dtype,), x.device)
+        if rows not in (down.shape[2], 2 * down.shape[2]):
+            raise KernelArgumentError("gate_up", f"{rows} rows do not fit {down.shape[2]} of down")
         return
     if isinstance(down, torch.Tensor):
         raise KernelArgumentError("down", "one tensor if and only if gate_up is")
-    if len(gate_up) != 2 * len(down):
+    if len(gate_up) not in (len(down), 2 * len(down)):
         raise KernelArgumentError("gate_up", f"{len(gate_up)} parts for {len(down)} experts")
     size = gate_up[0].columns
     for name, parts, shape in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +41,13 @@ class Sigmoids(NamedTuple):
 
     Attributes:
         bias: float32 `[E]`, added to the sigmoids for the choice alone; None: nothing is.
-        scale: the sum of a token's weights, but for the 1e-6 that is added to their divisor.
+        scale: the sum of a token's weights, but for `floor`.
+        floor: added to their divisor, the sum of the chosen sigmoids.
     """
 
     bias: torch.Tensor | None = None
     scale: float = 1.0
+    floor: float = 1e-6
 
 
 def route(
@@ -56,7 +58,7 @@ def route(
         ranked = shares if sigmoids.bias is None else shares + sigmoids.bias
         ids = ranked.topk(top_k, dim=-1).indices
         chosen = shares.gather(1, ids)
-        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-6) * sigmoids.scale
+        weights = chosen / (chosen.sum(-1, keepdim=True) + sigmoids.floor) * sigmoids.scale
         return weights.to(logits.dtype), ids
     weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     weights = weights / weights.sum(-1, keepdim=True)
@@ -81,14 +83,30 @@ def routed_experts(
         assert not isinstance(down, Sequence), "both stacked or both apart"
         return _sum(x, weights, ids, _stacked(gate_up, down, sites), addends)
     assert isinstance(down, Sequence), "both stacked or both apart"
+    gated = has_gates(gate_up, down)
 
     def expert(rows: torch.Tensor, tokens: torch.Tensor, index: int) -> torch.Tensor:
         kept_changes = None if changes is None else changes.kept(tokens)
-        gate, up = gate_up[2 * index], gate_up[2 * index + 1]
-        hidden = gate.gated(up, rows, deterministic=deterministic, changes=kept_changes)
+        if gated:
+            gate, up = gate_up[2 * index], gate_up[2 * index + 1]
+            hidden = gate.gated(up, rows, deterministic=deterministic, changes=kept_changes)
+        else:
+            hidden = gate_up[index](
+                rows, activation="relu2", deterministic=deterministic, changes=kept_changes
+            )
         return down[index](hidden, deterministic=deterministic, changes=kept_changes)
 
     return _sum(x, weights, ids, expert, addends)
+
+
+def has_gates(gate_up: Weight, down: Weight) -> bool:
+    """Return True if experts have a gate beside up."""
+    if isinstance(gate_up, Stored) and isinstance(down, Stored):
+        experts = down.codes.shape[0] // gate_up.depth
+        return gate_up.codes.shape[0] != experts * down.depth
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        return gate_up.shape[1] != down.shape[2]
+    return isinstance(gate_up, Sequence) and len(gate_up) != len(cast("Sequence[Linear]", down))
 
 
 def with_addends(out: torch.Tensor, addends: Addends) -> torch.Tensor:
@@ -119,13 +137,15 @@ def _stacked(
     gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored, sites: ExpertSites | None
 ) -> Expert:
     """Return experts whose weights lie in one piece, with the changes of tokens' adapters."""
+    gated = has_gates(gate_up, down)
     gate_up_of, down_of = ([], []) if sites is None else map(_changes, (sites.gate_up, sites.down))
 
     def expert(rows: torch.Tensor, tokens: torch.Tensor, index: int) -> torch.Tensor:
         width, inner = rows.shape[1], down.depth if isinstance(down, Stored) else down.shape[2]
-        wide = F.linear(widened(rows), _plain(gate_up, index, 2 * inner))
-        gate, up = _added(wide, rows, tokens, index, gate_up_of).chunk(2, dim=-1)
-        hidden = silu_times(gate, up).to(rows.dtype)
+        wide = F.linear(widened(rows), _plain(gate_up, index, (2 if gated else 1) * inner))
+        wide = _added(wide, rows, tokens, index, gate_up_of)
+        inside = silu_times(*wide.chunk(2, dim=-1)) if gated else wide.clamp(min=0).square()
+        hidden = inside.to(rows.dtype)
         wide = F.linear(widened(hidden), _plain(down, index, width))
         return _added(wide, hidden, tokens, index, down_of)
 

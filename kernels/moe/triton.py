@@ -19,9 +19,9 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes_triton import code_arguments, grouped_product
 from vlm_serve.kernels.linear.low_rank_factors import ExpertSites
 from vlm_serve.kernels.linear.stored_codes import Stored
-from vlm_serve.kernels.moe.align_triton import align, store_gated, store_weighted, tile_pairs
+from vlm_serve.kernels.moe.align_triton import align, store_inner, store_weighted, tile_pairs
 from vlm_serve.kernels.moe.pair_changes_triton import pair_changes, with_part
-from vlm_serve.kernels.moe.reference import Addends, Sigmoids
+from vlm_serve.kernels.moe.reference import Addends, Sigmoids, has_gates
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 from vlm_serve.kernels.triton_views import constants, dots
 from vlm_serve.kernels.triton_views import rows as rows_of
@@ -130,8 +130,10 @@ def gate_up_kernel(
     LAYOUT: tl.constexpr,
     SIZES: tl.constexpr,
     DOT: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """Compute silu(x gate^T) * (x up^T) for a tile of sorted (token, expert) pairs of one expert.
+    """Compute silu(x gate^T) * (x up^T) for a tile of sorted (token, expert) pairs of one expert;
+    max(x up^T, 0) squared if not GATED.
 
     LAYOUT: of codes; None: the weight is `Plain`. changes: of adapters, `count` pairs and `slots`
     adapters; None: there are none.
@@ -145,21 +147,24 @@ def gate_up_kernel(
         if changes is not None:
             owner = tl.load(changes.adapters + token, mask=real, other=-1)
         columns = tl.program_id(0) * SIZES.columns + tl.arange(0, SIZES.columns)
-        if LAYOUT is None and changes is None:
+        if GATED and LAYOUT is None and changes is None:
             x_rows = token.to(tl.int64) * x.stride
             gate, up = _both_products(x, x_rows, real, weight, expert, columns, SIZES, DOT)
         else:
             inside = columns < WIDTH
             rows = (x.at, token.to(tl.int64) * x.stride, real)
-            first = expert * (2 * WIDTH) + columns
+            first = expert * ((2 if GATED else 1) * WIDTH) + columns
             gate = _product(rows, weight, first, inside, SIZES.hidden, SIZES.depth, LAYOUT, DOT)
-            first += WIDTH
-            up = _product(rows, weight, first, inside, SIZES.hidden, SIZES.depth, LAYOUT, DOT)
+            if GATED:
+                first += WIDTH
+                up = _product(rows, weight, first, inside, SIZES.hidden, SIZES.depth, LAYOUT, DOT)
         if changes is not None:
             members, counts = (expert, pairs, owner), (count, slots)
             gate = with_part(gate, members, changes, counts, columns, 0, WIDTH, DOT)
-            up = with_part(up, members, changes, counts, columns, 1, WIDTH, DOT)
-        store_gated(out, gate, up, pairs, real, columns, WIDTH)
+            if GATED:
+                up = with_part(up, members, changes, counts, columns, 1, WIDTH, DOT)
+        result = gate * tl.sigmoid(gate) * up if GATED else tl.where(gate < 0.0, 0.0, gate * gate)
+        store_inner(out, result, pairs, real, columns, WIDTH)
 
 
 @triton.jit(do_not_specialize=["count", "slots"])
@@ -213,6 +218,7 @@ def _route_kernel(
     tokens,
     stride,
     scale,
+    floor,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -252,7 +258,7 @@ def _route_kernel(
         shares = tl.where(here, share[:, None], shares)
         left = tl.where(experts[None, :] == expert[:, None], float("-inf"), left)
     total = tl.sum(shares, axis=1)[:, None]
-    shares = shares / (total + 1e-6) * scale if SIGMOIDS else shares / total
+    shares = shares / (total + floor) * scale if SIGMOIDS else shares / total
     stored = (row < tokens)[:, None] & (ranks < TOP_K)[None, :]
     places = row.to(tl.int64)[:, None] * TOP_K + ranks[None, :]
     tl.store(weights + places, shares.to(weights.dtype.element_ty), mask=stored)
@@ -275,6 +281,7 @@ def route(
         "tokens": tokens,
         "stride": logits.stride(0),
         "scale": 1.0 if sigmoids is None else sigmoids.scale,
+        "floor": 0.0 if sigmoids is None else sigmoids.floor,
         "EXPERTS": experts,
         "BLOCK": block,
         "TOP_K": top_k,
@@ -359,7 +366,7 @@ def routed_experts(
     (tokens, hidden), top_k = x.shape, ids.shape[1]
     pairs, experts = tokens * top_k, (gate_up, down)
     count, width = _sizes_of(*experts, hidden)
-    coded = isinstance(gate_up, Stored)
+    coded, gated = isinstance(gate_up, Stored), has_gates(gate_up, down)
     rows, columns, depth = _tile_of(x.dtype, pairs, count, deterministic, coded)
     plan = align(ids, count, rows)
     shared = {
@@ -380,7 +387,7 @@ def routed_experts(
             )
         arguments = {
             **shared,
-            **_weight(experts[place], x, sites is not None),
+            **_weight(experts[place], x, flat=sites is not None or not (gated or place)),
             **operands,
             "out": out,
             "changes": changes,
@@ -388,16 +395,16 @@ def routed_experts(
         launch(kernel, (triton.cdiv(size, columns), tiles), arguments, num_stages=stages)
         return out
 
-    inner = product(gate_up_kernel, {"x": rows_of(x)}, 0, width)
+    inner = product(gate_up_kernel, {"x": rows_of(x), "GATED": gated}, 0, width)
     weighted = {"x": rows_of(inner), "weights": weights.contiguous()}
     return _summed(product(down_kernel, weighted, 1, hidden), x, top_k, addends)
 
 
-def _weight(weight: torch.Tensor | Stored, x: torch.Tensor, changed: bool) -> dict[str, Any]:
-    """Return all experts' weights as arguments of their kernel."""
+def _weight(weight: torch.Tensor | Stored, x: torch.Tensor, *, flat: bool) -> dict[str, Any]:
+    """Return all experts' weights as arguments of their kernel; `flat`: as rows of one weight."""
     if isinstance(weight, Stored):
         return code_arguments(weight, x, current_target())
-    if changed:
+    if flat:
         return {"weight": Plain(weight.flatten(0, 1), 0, weight.stride(1)), "LAYOUT": None}
     return {"weight": Plain(weight, *weight.stride()[:2]), "LAYOUT": None}
 

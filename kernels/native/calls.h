@@ -13,7 +13,15 @@
 namespace vlm {
 
 // The operation fused to a product.
-enum FusedOp : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2, SILU = 3, GELU = 4, GELU_TANH = 5 };
+enum FusedOp : int64_t {
+    PLAIN = 0,
+    TIMES = 1,
+    PLUS = 2,
+    SILU = 3,
+    GELU = 4,
+    GELU_TANH = 5,
+    RELU2 = 6
+};
 
 struct Projection {
     Weight weight;
@@ -49,6 +57,7 @@ struct Delta {
     int64_t state_row_stride, state_type;
     const void *q, *k, *v;
     const float *g, *beta;  // [N, value_heads], contiguous
+    const float* skip;      // [value_heads] for Mamba2's recurrence, or null
     void* states;
     void* out;  // [N, value_heads, value_dim], contiguous
 };

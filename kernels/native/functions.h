@@ -127,6 +127,12 @@ VLM_INLINE Vec gelu_tanh(const Vec& x) {
     return x / (1.0f + exponential(cubed * -1.59576912f));
 }
 
+// Returns max(x, 0) squared.
+VLM_INLINE Vec relu2(const Vec& x) {
+    const Vec part = where_less(x, zero(), zero(), x);
+    return part * part;
+}
+
 // Computes cosine and sine of an angle below 2^26, in double precision up to the last rounding:
 // subtracts quarter turns, then evaluates fdlibm's polynomials.
 inline void cosine_and_sine(float angle, float* cosine, float* sine) {

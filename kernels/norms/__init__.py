@@ -1,7 +1,8 @@
 """Root-mean-square norms of the decoder layers.
 
-Zero-centred norm and gated norm as in Qwen3.5 (transformers' Qwen3_5RMSNorm, Qwen3_5RMSNormGated).
-Both reduce in float32, whatever the dtype of the input.
+Zero-centred norm and gated norm as in Qwen3.5 (transformers' Qwen3_5RMSNorm, Qwen3_5RMSNormGated),
+and the norm of gated rows of Mamba2 (NemotronHRMSNormGated). All reduce in float32, whatever the
+dtype of the input.
 """
 
 from __future__ import annotations
@@ -44,17 +45,24 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    gate_first: bool = False,
 ) -> torch.Tensor:
     """Compute `(weight * (x / rms(x))) * silu(gate)`.
 
-    The norm comes before the gate, and the weight is plain, not zero-centred.
+    The norm comes before the gate, unless `gate_first`: then the result is `weight * (y / rms(y))`
+    of `y = x * silu(gate)`. The weight is plain, not zero-centred.
 
     Args:
         x: `[..., Dv]`, float32, bfloat16 or float16, dense last dimension.
         gate: same shape and dtype as x.
-        weight: `[Dv]`.
+        weight: `[Dv]`; `[heads, Dv]` for x `[T, heads, Dv]` with a weight for each head.
         eps: added to the mean square.
+        gate_first: whether the gate comes before the norm.
 
     Returns:
         Same shape and dtype as x.
@@ -65,13 +73,14 @@ def gated_rms_norm(
     _check(x, weight)
     if gate.shape != x.shape or gate.dtype != x.dtype:
         raise KernelArgumentError("gate", "must have the shape and dtype of x")
-    return _gated_rms_norm(x.device, x, gate, weight, eps)
+    return _gated_rms_norm(x.device, x, gate, weight, eps, gate_first=gate_first)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.dtype not in FLOAT_DTYPES:
         raise KernelArgumentError("x", f"dtype {x.dtype}, expected a float")
-    check_tensor("weight", weight, x.shape[-1:], FLOAT_DTYPES, x.device)
+    shape = x.shape[-2:] if weight.dim() == 2 else x.shape[-1:]
+    check_tensor("weight", weight, shape, FLOAT_DTYPES, x.device)
 
 
 class Normed:

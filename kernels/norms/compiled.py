@@ -20,9 +20,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor 
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    gate_first: bool = False,
 ) -> torch.Tensor | None:
-    if not (knows_rows(x) and knows_rows(gate)):
+    if gate_first or not (knows_rows(x) and knows_rows(gate)):
         return None
     out = torch.empty(x.shape, dtype=x.dtype)
     factors = derived(weight, "factors", lambda w: w.float().contiguous())

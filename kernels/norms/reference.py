@@ -13,8 +13,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    gate_first: bool = False,
 ) -> torch.Tensor:
+    if gate_first:
+        return (_unit(silu_times(gate, widened(x)), eps) * weight).to(x.dtype)
     normed = _unit(x, eps) * weight
     return silu_times(gate, normed).to(x.dtype)
 

@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from vlm_serve.kernels.triton_support import launch, power_of_two
+from vlm_serve.kernels.triton_views import heads as strided
 
 
 @triton.jit
@@ -95,13 +98,53 @@ def _gated_kernel(
     tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _normed_gated_kernel(
+    x, gate, weight, out, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gate one head of a token, then norm it."""
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    own = x.at + token * x.token + head * x.head + columns
+    wide = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    own = gate.at + token * gate.token + head * gate.head + columns
+    gates = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    wide *= gates * tl.sigmoid(gates)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    factor = tl.load(weight + head * weight_stride + columns, mask=inside, other=0.0)
+    place = (token * tl.num_programs(0) + head) * SIZE + columns
+    normed = wide * scale * factor.to(tl.float32)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+
+
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    gate_first: bool = False,
 ) -> torch.Tensor:
     wide, gates = _token_heads(x), _token_heads(gate)
     tokens, heads, size = wide.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = power_of_two(size)
+    if gate_first:
+        arguments: dict[str, Any] = {
+            "x": strided(wide),
+            "gate": strided(gates),
+            "weight": weight,
+            "out": out,
+            "weight_stride": weight.stride(0) if weight.dim() == 2 else 0,
+            "eps": eps,
+            "SIZE": size,
+            "BLOCK": block,
+        }
+        warps = min(16, max(1, block // 512))
+        launch(_normed_gated_kernel, (heads, tokens), arguments, num_warps=warps)
+        return out
     # About 2048 elements per program keep four warps busy with 16-byte loads.
     rows_per_program = max(1, 2048 // block)
     arguments = {

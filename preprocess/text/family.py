@@ -58,6 +58,7 @@ class Family:
 
 
 CHATML = Family()
+GRANITE = replace(CHATML, end_of_turn="<|end_of_text|>")
 QWEN2 = Family(
     split=(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -129,6 +130,7 @@ _FAMILIES = {
     "minicpmv4_7": MINICPMV4_7,
     "lfm2_vl": LFM2_VL,
     "internvl": INTERNVL,
+    "granitemoehybrid": GRANITE,
     "minicpm_ocr": replace(MINICPMV4_6, downsample="4x"),
 }
 """By prefix of the model type."""

@@ -24,6 +24,8 @@ SPECS = {
     "qwen3": FAMILIES["qwen3"],
     "lfm2": FAMILIES["lfm2"],
     "lfm2 moe": FAMILIES["lfm2 moe"],
+    "granite": FAMILIES["granite h"],
+    "nemotron": FAMILIES["nemotron"],
     "qwen3 moe": FAMILIES["qwen3 moe, every second layer dense"],
 }
 

@@ -1,18 +1,24 @@
-"""The gated delta rule on the CPU: against transformers, the float64 reference, and bit by bit."""
+"""The gated delta rule and the recurrence of Mamba2 on the CPU: against transformers, the float64
+reference, and bit by bit."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
-from kernel_case import modeling, poisoned_layer, randn, same
+from kernel_case import modeling, modeling_mamba2, poisoned_layer, randn, same
 from kernel_oracles import gated_delta_reference
 from triton_case import assert_near, prefill_case
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import compiled_kernels
-from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
+from vlm_serve.kernels.gated_delta import (
+    chunk_gated_delta,
+    recurrent_gated_delta,
+    step_lengths,
+)
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
@@ -46,6 +52,10 @@ def make(
         g,
         beta,
     )
+
+
+def skips(heads: int, wanted: bool) -> torch.Tensor | None:
+    return randn(heads, seed=9) if wanted else None
 
 
 def part(inputs: Inputs, begin: int, end: int) -> Inputs:
@@ -82,26 +92,63 @@ def test_prefill_equals_transformers(
     assert_near(state[0], last[0], 3e-6)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_mamba2_equals_transformers(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """A prefill in two slices, then a decode step, against one chunked scan over all tokens."""
+    tokens, dims, limits = 101, (48, 64), (1.2, math.inf)
+    c, b, x, _, raw = make(tokens, heads, dims, dtype)
+    decay, bias, skip = -randn(heads[1]).exp(), randn(heads[1], seed=5), skips(heads[1], True)
+    expected, last = modeling_mamba2().mamba2_chunk_scan(
+        x[None].float(),
+        raw[None],
+        decay,
+        b[None].float(),
+        c[None].float(),
+        chunk_size=32,
+        D=skip,
+        dt_bias=bias,
+        dt_softplus=True,
+        dt_limit=limits,
+        return_final_states=True,
+    )
+    lengths, g = step_lengths(raw, decay, bias, limits)
+    assert (lengths == torch.tensor(limits[0])).any()
+    inputs, state = (c, b, x, g, lengths), poisoned_layer(1, heads[1], *dims)
+    outs = [
+        chunk_gated_delta(*part(inputs, 0, 70), state, one_sequence((64, 70)), skip=skip),
+        chunk_gated_delta(*part(inputs, 70, 100), state, one_sequence((30,), src=0), skip=skip),
+    ]
+    meta = DecodeMeta(((),), (101,), (0,), (0,), (-1,))
+    outs.append(recurrent_gated_delta(*part(inputs, 100, 101), state, meta, skip=skip))
+    assert outs[0].dtype == dtype
+    assert_near(torch.cat(outs), expected[0], TOLERANCE[dtype])
+    assert_near(state[0], last[0].mT, 3e-6)
+
+
+@pytest.mark.parametrize("mamba2", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_batches_equal_the_reference(seed: int, state_dtype: torch.dtype) -> None:
+def test_random_batches_equal_the_reference(
+    seed: int, state_dtype: torch.dtype, mamba2: bool
+) -> None:
     """Empty and one-token sequences, shared and in-place rows, snapshots, everything else NaN."""
     rng = random.Random(seed)
     heads, dims = rng.choice(HEADS), rng.choice(DIMS[:3])
     dtype = rng.choice(FLOATS)
     meta, rows = prefill_case(rng, sequences=5, longest=150, chunk=rng.choice([16, 32, 64]))
-    inputs = make(meta.num_tokens, heads, dims, dtype, seed)
+    inputs, skip = make(meta.num_tokens, heads, dims, dtype, seed), skips(heads[1], mamba2)
     state = poisoned_layer(rows, heads[1], *dims, dtype=state_dtype)
     for row in {row for row in meta.src_rows if row >= 0}:
         state[row] = randn(heads[1], *dims, seed=row)
     before = state.clone()
-    out = chunk_gated_delta(*inputs, state, meta)
+    out = chunk_gated_delta(*inputs, state, meta, skip=skip)
     tolerance = 5e-2 if state_dtype == torch.bfloat16 else TOLERANCE[dtype]
     written = set(meta.dst_rows)
     for i, src in enumerate(meta.src_rows):
         begin, end = meta.cu_seqlens[i : i + 2]
         first = None if src < 0 else before[src]
-        expected, states = gated_delta_reference(*part(inputs, begin, end), first)
+        expected, states = gated_delta_reference(*part(inputs, begin, end), first, skip)
         assert_near(out[begin:end], expected, tolerance)
         if begin == end:
             last = torch.zeros_like(before[0]) if first is None else first
@@ -115,23 +162,26 @@ def test_random_batches_equal_the_reference(seed: int, state_dtype: torch.dtype)
     assert same(state[untouched], before[untouched])
 
 
+@pytest.mark.parametrize("mamba2", [False, True])
 @pytest.mark.parametrize("dims", DIMS)
-def test_compiled_prefills_round_states_after_every_token(dims: tuple[int, int]) -> None:
+def test_compiled_prefills_round_states_after_every_token(
+    dims: tuple[int, int], mamba2: bool
+) -> None:
     """In bfloat16, as decode steps do, whose state they then have."""
     tokens, heads = 150, (2, 4)
-    inputs = make(tokens, heads, dims)
+    inputs, skip = make(tokens, heads, dims), skips(heads[1], mamba2)
     state = poisoned_layer(3, heads[1], *dims, dtype=torch.bfloat16)
     state[1] = state[2] = randn(heads[1], *dims)
     by_ops = state.clone()
     with compiled_kernels():
         meta = PrefillMeta((0, 70), (0,), ((),), (1,), (1,), ((33, 70),), ((0, 0, 0),))
-        outs = [chunk_gated_delta(*part(inputs, 0, 70), state, meta)]
+        outs = [chunk_gated_delta(*part(inputs, 0, 70), state, meta, skip=skip)]
         rest = PrefillMeta((0, tokens - 70), (70,), ((),), (1,), (1,), ((20, tokens - 70),))
-        outs.append(chunk_gated_delta(*part(inputs, 70, tokens), state, rest))
+        outs.append(chunk_gated_delta(*part(inputs, 70, tokens), state, rest, skip=skip))
         single = []
         for t in range(tokens):
             step = DecodeMeta(((),), (t + 1,), (2,), (2,), (-1,))
-            single.append(recurrent_gated_delta(*part(inputs, t, t + 1), state, step))
+            single.append(recurrent_gated_delta(*part(inputs, t, t + 1), state, step, skip=skip))
             if t == 32:
                 assert torch.equal(state[0], state[2])
     assert torch.equal(torch.cat(outs), torch.cat(single))
@@ -139,7 +189,7 @@ def test_compiled_prefills_round_states_after_every_token(dims: tuple[int, int])
     with compiled_kernels(False):
         for t in range(tokens):
             step = DecodeMeta(((),), (t + 1,), (2,), (2,), (-1,))
-            recurrent_gated_delta(*part(inputs, t, t + 1), by_ops, step)
+            recurrent_gated_delta(*part(inputs, t, t + 1), by_ops, step, skip=skip)
     assert_near(state[2].float(), by_ops[2].float(), 5e-3)
 
 
@@ -198,13 +248,15 @@ def check_resumed_run(rng: random.Random) -> None:
     dtype, state_dtype = rng.choice(FLOATS), rng.choice([torch.float32, torch.bfloat16])
     length = rng.randint(2, 300)
     ends = random_cuts(rng, length)
-    inputs = make(length, heads, dims, dtype, seed)
+    inputs, skip = make(length, heads, dims, dtype, seed), skips(heads[1], rng.random() < 0.5)
     state = poisoned_layer(12, heads[1], *dims, dtype=state_dtype)
-    whole = chunk_gated_delta(*inputs, state, one_sequence(ends, dst=0))
+    whole = chunk_gated_delta(*inputs, state, one_sequence(ends, dst=0), skip=skip)
     cut = rng.randint(0, len(ends) - 1)
     middle = ends[cut - 1] if cut else 0
     if middle:
-        chunk_gated_delta(*part(inputs, 0, middle), state, one_sequence(ends[:cut], dst=1))
+        chunk_gated_delta(
+            *part(inputs, 0, middle), state, one_sequence(ends[:cut], dst=1), skip=skip
+        )
     rest = tuple(end - middle for end in ends[cut:])
     parts = [(part(inputs, middle, length), rest, 1 if middle else -1, 2)]
     for other in range(rng.randint(0, 4)):
@@ -212,7 +264,7 @@ def check_resumed_run(rng: random.Random) -> None:
         noise = make(size, heads, dims, dtype, seed + 7 + other)
         parts.append((noise, random_cuts(rng, size), -1, 3 + other))
     packed, meta, places = spliced(rng, parts)
-    out = chunk_gated_delta(*packed, state, meta)
+    out = chunk_gated_delta(*packed, state, meta, skip=skip)
     assert torch.equal(out[places[0] : places[0] + length - middle], whole[middle:])
     assert torch.equal(state[2], state[0])
 

@@ -1,4 +1,5 @@
-"""Drafted tokens against decode steps: outputs, and the state once their updates are folded in."""
+"""Drafted tokens of the gated delta rule and of Mamba2 against decode steps: outputs, and the state
+once their updates are folded in."""
 
 from __future__ import annotations
 
@@ -44,18 +45,25 @@ def updates(slots: int) -> Updates:
 
 
 def decode(
-    arguments: list[torch.Tensor], state: torch.Tensor, rows: tuple[int, ...]
+    arguments: list[torch.Tensor],
+    state: torch.Tensor,
+    rows: tuple[int, ...],
+    skip: torch.Tensor | None,
 ) -> torch.Tensor:
     none = (-1,) * len(rows)
     step = DecodeMeta(((),) * len(rows), (1,) * len(rows), rows, rows, none)
     q, k, v, g, beta = arguments
-    return recurrent_gated_delta(q, k, v, g, beta, state, step)
+    return recurrent_gated_delta(q, k, v, g, beta, state, step, skip=skip)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_equals_decode_steps(back_end: Back, dtype: torch.dtype, stored: torch.dtype) -> None:
+@pytest.mark.parametrize("mamba2", [False, True])
+def test_equals_decode_steps(
+    back_end: Back, dtype: torch.dtype, stored: torch.dtype, mamba2: bool
+) -> None:
     """Slices of 1, 5 and 3 tokens, of which 1, 2 and 3 hold, and then slices of others."""
+    skip = randn(HEADS[1], seed=9) if mamba2 else None
     shape, tolerance = (HEADS[1], *DIMS), 2e-2 if torch.bfloat16 in (dtype, stored) else 2e-5
     state = torch.stack([randn(*shape, dtype=stored, seed=row) for row in range(4)])
     expected_state, kept = state.clone(), updates(3)
@@ -68,14 +76,14 @@ def test_equals_decode_steps(back_end: Back, dtype: torch.dtype, stored: torch.d
         before = state.clone()
         with back_end():
             q, k, v, g, beta = arguments
-            out = verify_gated_delta(q, k, v, g, beta, state, kept, meta)
+            out = verify_gated_delta(q, k, v, g, beta, state, kept, meta, skip=skip)
             if not turn:
                 assert torch.equal(state, before)
             for place in range(3):
                 for token in range(hold[place]):
                     at = offsets[place] + token
                     one = [x[at : at + 1] for x in arguments]
-                    expected = decode(one, expected_state, rows[place : place + 1])
+                    expected = decode(one, expected_state, rows[place : place + 1], skip)
                     assert_near(out[at : at + 1], expected, tolerance)
     with back_end():
         fold_gated_delta(state, kept, tuple(zip(rows, first, hold, strict=True)))

@@ -1,4 +1,5 @@
-"""The gated delta rule on the Triton path against its float64 reference."""
+"""The gated delta rule and the recurrence of Mamba2 on the Triton path, against their float64
+reference."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from sweeps import quick
 from triton_case import assert_near, heads_of, kernels, prefill_case, randn
 from triton_pools import state_pool
 
-from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
+from vlm_serve.kernels.gated_delta import (
+    chunk_gated_delta,
+    recurrent_gated_delta,
+    step_lengths,
+)
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -45,12 +50,21 @@ def inputs(
     )
 
 
+def skips(heads: int, wanted: bool) -> torch.Tensor | None:
+    return randn(heads, seed=9) if wanted else None
+
+
 def check_prefill(
-    arguments: Inputs, state: torch.Tensor, meta: PrefillMeta, tolerance: float
+    arguments: Inputs,
+    state: torch.Tensor,
+    meta: PrefillMeta,
+    tolerance: float,
+    *,
+    mamba2: bool = False,
 ) -> None:
-    before = state.clone()
+    before, skip = state.clone(), skips(arguments[2].shape[1], mamba2)
     with kernels():
-        out = chunk_gated_delta(*arguments, state, meta)
+        out = chunk_gated_delta(*arguments, state, meta, skip=skip)
     assert out.dtype == arguments[2].dtype and out.is_contiguous()
     changed = set(meta.dst_rows)
     for i in range(len(meta)):
@@ -58,7 +72,7 @@ def check_prefill(
         src = meta.src_rows[i]
         first = None if src < 0 else before[src]
         q, k, v, g, beta = (x[begin:end] for x in arguments)
-        expected, states = gated_delta_reference(q, k, v, g, beta, first)
+        expected, states = gated_delta_reference(q, k, v, g, beta, first, skip)
         assert_near(out[begin:end], expected, tolerance)
         last = torch.zeros_like(state[0]) if first is None else first
         assert_near(state[meta.dst_rows[i]], states[-1] if end > begin else last, tolerance)
@@ -73,14 +87,16 @@ def check_prefill(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seed", quick(range(4), 1, pytest.mark.interpreter))
-def test_random_slices(dtype: torch.dtype, seed: int) -> None:
+@pytest.mark.parametrize("mamba2", [False, True])
+def test_random_slices(dtype: torch.dtype, seed: int, mamba2: bool) -> None:
     rng = random.Random(seed)
     chunk = rng.choice([16, 32, 64])
     meta, rows = prefill_case(rng, sequences=3, longest=2 * chunk + 5, chunk=chunk)
     heads, dims = rng.choice([(1, 2), (2, 2), (1, 3)]), rng.choice([(32, 32), (48, 32), (32, 40)])
     written = {row for row in meta.src_rows if row >= 0}
     state = state_pool(rows, written, (heads[1], *dims))
-    check_prefill(inputs(meta.num_tokens, heads, dims, dtype, seed), state, meta, TOLERANCE[dtype])
+    own = inputs(meta.num_tokens, heads, dims, dtype, seed)
+    check_prefill(own, state, meta, TOLERANCE[dtype], mamba2=mamba2)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33, 63])
@@ -91,10 +107,13 @@ def test_every_kind_of_tail_after_a_whole_chunk(length: int) -> None:
     check_prefill(inputs(total, (1, 1), (32, 32), seed=length), state, meta, 2e-5)
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (256, 64), (64, 256)])
-def test_large_heads(dims: tuple[int, int]) -> None:
-    meta = PrefillMeta((0, 20), (0,), ((),), (1,), (1,), ((16, 20),))
-    check_prefill(inputs(20, (1, 1), dims), state_pool(2, {1}, (1, *dims)), meta, 2e-5)
+@pytest.mark.parametrize(
+    ("dims", "mamba2"),
+    [((128, 128), False), ((256, 64), False), ((64, 256), False), ((256, 64), True)],
+)
+def test_large_heads(dims: tuple[int, int], mamba2: bool) -> None:
+    meta, state = PrefillMeta((0, 20), (0,), ((),), (1,), (1,), ((16, 20),)), (1, *dims)
+    check_prefill(inputs(20, (1, 1), dims), state_pool(2, {1}, state), meta, 2e-5, mamba2=mamba2)
 
 
 def test_repeated_keys_at_full_strength_without_decay_stay_exact() -> None:
@@ -107,10 +126,11 @@ def test_repeated_keys_at_full_strength_without_decay_stay_exact() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mamba2", [False, True])
 def test_a_run_resumed_at_a_chunk_end_in_another_batch_has_the_same_bits(
-    state_dtype: torch.dtype,
+    state_dtype: torch.dtype, mamba2: bool
 ) -> None:
-    arguments = inputs(45, (1, 2), (32, 32), torch.bfloat16)
+    arguments, skip = inputs(45, (1, 2), (32, 32), torch.bfloat16), skips(2, mamba2)
     state = state_pool(6, {0}, (2, 32, 32), state_dtype)
     whole = PrefillMeta((0, 45), (0,), ((),), (0,), (1,), ((16, 32, 38, 45),), ((0, 1, 2),))
     tail = [x[32:] for x in arguments]
@@ -123,9 +143,9 @@ def test_a_run_resumed_at_a_chunk_end_in_another_batch_has_the_same_bits(
         ((), (6, 13), (19, 26)),
     )
     with kernels():
-        expected = chunk_gated_delta(*arguments, state, whole)
+        expected = chunk_gated_delta(*arguments, state, whole, skip=skip)
         q, k, v, g, beta = (torch.cat([x, x]) for x in tail)
-        out = chunk_gated_delta(q, k, v, g, beta, state, resumed)
+        out = chunk_gated_delta(q, k, v, g, beta, state, resumed, skip=skip)
     assert torch.equal(out[:13], expected[32:])
     assert torch.equal(out[13:], expected[32:])
     assert torch.equal(state[3], state[1]) and torch.equal(state[4], state[1])
@@ -136,7 +156,10 @@ def test_a_run_resumed_at_a_chunk_end_in_another_batch_has_the_same_bits(
 @pytest.mark.parametrize(
     ("heads", "dims"), [((1, 2), (32, 32)), ((2, 2), (48, 40)), ((1, 1), (256, 64))]
 )
-def test_decode(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mamba2", [False, True])
+def test_decode(
+    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], mamba2: bool
+) -> None:
     meta = DecodeMeta(
         block_tables=((),) * 4,
         kv_lens=(1,) * 4,
@@ -144,18 +167,29 @@ def test_decode(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int
         dst_rows=(3, 1, 5, 6),
         snapshot_rows=(-1, 2, -1, 7),
     )
-    arguments = inputs(4, heads, dims, dtype)
+    arguments, skip = inputs(4, heads, dims, dtype), skips(heads[1], mamba2)
     state = state_pool(9, {0, 3}, (heads[1], *dims))
     before = state.clone()
     with kernels():
-        out = recurrent_gated_delta(*arguments, state, meta)
+        out = recurrent_gated_delta(*arguments, state, meta, skip=skip)
     for i, src in enumerate(meta.src_rows):
         q, k, v, g, beta = (x[i : i + 1] for x in arguments)
         first = None if src < 0 else before[src]
-        expected, states = gated_delta_reference(q, k, v, g, beta, first)
+        expected, states = gated_delta_reference(q, k, v, g, beta, first, skip)
         assert_near(out[i : i + 1], expected, TOLERANCE[dtype])
         assert_near(state[meta.dst_rows[i]], states[0], 2e-5)
         if meta.snapshot_rows[i] >= 0:
             assert torch.equal(state[meta.snapshot_rows[i]], state[meta.dst_rows[i]])
     for row in (0, 4, 8):
         assert torch.equal(state[row].nan_to_num(9), before[row].nan_to_num(9))
+
+
+def test_lengths_of_steps() -> None:
+    raw = randn(5, 12, dtype=torch.bfloat16)[:, 3:10]
+    arguments = (raw, -randn(7, seed=1).exp(), randn(7, seed=2), (0.3, 1.5))
+    expected = step_lengths(*arguments)
+    with kernels():
+        found = step_lengths(*arguments)
+    for got, want in zip(found, expected, strict=True):
+        assert_near(got, want, 1e-6)
+    assert found[0].min() == torch.tensor(0.3) and found[0].max() == 1.5

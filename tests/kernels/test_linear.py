@@ -71,6 +71,7 @@ def test_what_follows_the_product(
         (projection(x, activation="silu"), F.silu(product)),
         (projection(x, activation="gelu"), F.gelu(product)),
         (projection(x, activation="gelu_tanh"), F.gelu(product, approximate="tanh")),
+        (projection(x, activation="relu2"), F.relu(product).square()),
         (projection(x, times=other), product * other.double()),
         (projection(x, plus=other), product + other.double()),
     )

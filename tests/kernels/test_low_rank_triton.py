@@ -160,7 +160,7 @@ def test_many_rows_are_cut_into_tiles_of_one_adapter() -> None:
         assert torch.equal(plain[row], found[row]) == (owners[row] < 0)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
 def test_what_follows_the_sum(activation: str) -> None:
     dense, x = linear(), randn(len(OWNERS), K)
     times, changes = randn(len(OWNERS), COLUMNS, seed=8), RowChanges(adapters(), OWNERS)
@@ -171,6 +171,7 @@ def test_what_follows_the_sum(activation: str) -> None:
         "silu": activations.silu(sums),
         "gelu": activations.gelu(sums),
         "gelu_tanh": activations.gelu(sums, approximate="tanh"),
+        "relu2": activations.relu(sums).square(),
     }[activation]
     assert_near(dense(x, activation=activation, changes=changes), wanted, 2e-5)  # type: ignore[arg-type]
 

@@ -90,6 +90,51 @@ def test_experts_equal_transformers(dtype: torch.dtype, tokens: int, packed: boo
     assert_near(out, module(x, ids, weights).detach(), 2 * TOLERANCE[dtype])
 
 
+def test_sigmoids_choose_as_nemotron_h() -> None:
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
+
+    config = SimpleNamespace(
+        num_experts_per_tok=TOP_K,
+        num_local_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        n_group=1,
+        topk_group=1,
+    )
+    router, x = NemotronHTopkRouter(config), randn(33, HIDDEN)
+    router.weight.data = 8 * randn(EXPERTS, HIDDEN) - 1
+    router.e_score_correction_bias = randn(EXPERTS, seed=2)
+    logits, weights, ids = router(x)
+    sigmoids = Sigmoids(router.e_score_correction_bias, 2.5, 1e-20)
+    got_weights, got_ids = route(logits.detach(), TOP_K, sigmoids)
+    places, expected = ids.argsort(dim=-1), got_ids.argsort(dim=-1)
+    assert torch.equal(ids.gather(1, places), got_ids.gather(1, expected))
+    assert_near(got_weights.gather(1, expected), weights.detach().gather(1, places), 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_without_gates_equal_transformers(packed: bool) -> None:
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    config = SimpleNamespace(
+        n_routed_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        moe_intermediate_size=SIZE,
+        moe_latent_size=None,
+        mlp_hidden_act="relu2",
+        _experts_implementation="eager",
+    )
+    x, (gate_up, down) = randn(33, HIDDEN), expert_weights()
+    up = gate_up[:, :SIZE].contiguous()
+    weights, ids = route(randn(33, EXPERTS, seed=3), TOP_K)
+    module = NemotronHExperts(config)
+    module.up_proj.data, module.down_proj.data = up, down
+    parts = (apart(up), apart(down)) if packed else (up, down)
+    out = routed_experts(x, weights, ids, *parts)
+    assert_near(out, module(x, ids, weights).detach(), TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", FLOATS[:2])
 def test_deterministic_tokens_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     rng = random.Random(0)

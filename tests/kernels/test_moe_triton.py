@@ -52,8 +52,8 @@ def test_sigmoids(dtype: torch.dtype, biased: bool) -> None:
     logits = randn(7, 12, dtype=dtype).to(DEVICE)
     bias = randn(12, seed=2).to(DEVICE) if biased else None
     with kernels():
-        weights, ids = route(logits, 3, Sigmoids(bias, 1.5))
-    expected, expected_ids = reference.route(logits.double(), 3, Sigmoids(bias, 1.5))
+        weights, ids = route(logits, 3, Sigmoids(bias, 1.5, 0.25))
+    expected, expected_ids = reference.route(logits.double(), 3, Sigmoids(bias, 1.5, 0.25))
     assert torch.equal(ids, expected_ids)
     assert_near(weights, expected, TOLERANCE[dtype])
 
@@ -97,6 +97,27 @@ def test_experts(
         out = routed_experts(*case, deterministic=deterministic)
     assert out.dtype == dtype
     assert_near(out, routed_experts_reference(*(x.cpu() for x in case)), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_experts_without_gates(dtype: torch.dtype, tokens: int) -> None:
+    x, weights, ids, gate_up, down = experts_case(tokens, 5, 3, 40, 24, dtype)
+    case = x, weights, ids, gate_up[:, :24].contiguous(), down
+    with kernels():
+        out = routed_experts(*case)
+    assert_near(out, routed_experts_reference(*(x.cpu() for x in case)), TOLERANCE[dtype])
+
+
+def test_quantised_experts_without_gates() -> None:
+    x, weights, ids, _, _ = experts_case(9, 5, 3, 72, 48, torch.bfloat16)
+    pieces = [integers(5 * 48, 72, 4, 24)], [integers(5 * 72, 48, 4, 24)]
+    both = stored(pieces[0], 5 * 48, 72, DEVICE), stored(pieces[1], 5 * 72, 48, DEVICE)
+    plain = [dequantised(piece).view(5, -1, piece.codes.shape[1]) for (piece,) in pieces]
+    expected = routed_experts_reference(x.cpu(), weights.cpu(), ids.cpu(), plain[0], plain[1])
+    with kernels():
+        out = routed_experts(x, weights, ids, *both)
+    assert_near(out, expected, TOLERANCE[torch.bfloat16])
 
 
 CODED: list[Callable[[int, int], Codes]] = [

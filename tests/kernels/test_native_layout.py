@@ -19,6 +19,7 @@ OPERATIONS = (
     *("Norm", "Rotations", "Product", "Gated", "DeltaNet", "Heads", "Attend", "Sigmoid"),
     *("Keep", "Experts", "Features", "Hidden", "Reduce"),
     *("LayerNorm", "Turn", "SeeAll", "Narrow", "Squares", "ShortConv"),
+    *("Scan", "GateNorm"),
 )
 STRUCTS = {
     *(kind for kinds in FUNCTIONS.values() for kind in kinds if isinstance(kind, str)),

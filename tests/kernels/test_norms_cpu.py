@@ -26,10 +26,11 @@ def test_values(dtype: torch.dtype, rows: int) -> None:
     weight = (torch.randn(100) / 4).to(dtype)
     near(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     heads, gate = x.view(rows, 4, 25), torch.randn(rows, 200).to(dtype)[:, 50:150].view(rows, 4, 25)
-    near(
-        gated_rms_norm(heads, gate, weight[:25], 1e-6),
-        gated_rms_norm_reference(heads, gate, weight[:25], 1e-6),
-    )
+    for factors, first in ((weight[:25], False), (weight[:25], True), (weight.view(4, 25), True)):
+        near(
+            gated_rms_norm(heads, gate, factors, 1e-6, gate_first=first),
+            gated_rms_norm_reference(heads, gate, factors, 1e-6, first),
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -60,6 +61,7 @@ def test_a_row_has_the_same_bits_anywhere(dtype: torch.dtype) -> None:
     whole = (
         rms_norm(x, weight, 1e-6),
         gated_rms_norm(x, gate, weight, 1e-6),
+        gated_rms_norm(x, gate, weight, 1e-6, gate_first=True),
         qk_norm_rope(x, gate, Rotation(weight, weight, cos, sin, 1e-6))[0],
     )
     for start, end in ((0, 1), (3, 9), (17, 60)):
@@ -67,6 +69,7 @@ def test_a_row_has_the_same_bits_anywhere(dtype: torch.dtype) -> None:
         pieces = (
             rms_norm(x[part], weight, 1e-6),
             gated_rms_norm(x[part], gate[part], weight, 1e-6),
+            gated_rms_norm(x[part], gate[part], weight, 1e-6, gate_first=True),
             qk_norm_rope(x[part], gate[part], Rotation(weight, weight, cos[part], sin[part], 1e-6))[
                 0
             ],

@@ -33,14 +33,28 @@ def test_rms_norm_of_strided_rows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "dim"), [(3, 4, 32), (7, 5, 128), (2, 3, 80)])
+@pytest.mark.parametrize("gate_first", [False, True])
 def test_gated_rms_norm_reads_heads_out_of_a_fused_projection(
-    dtype: torch.dtype, tokens: int, heads: int, dim: int
+    dtype: torch.dtype, tokens: int, heads: int, dim: int, gate_first: bool
 ) -> None:
     fused = randn(tokens, 3 * heads * dim, dtype=dtype)
     gate = heads_of(fused[:, heads * dim : 2 * heads * dim], heads)
     x, weight = randn(tokens, heads, dim, dtype=dtype, seed=3), randn(dim, dtype=dtype, seed=1)
     with kernels():
-        result = gated_rms_norm(x, gate, weight, 1e-6)
-        flat = gated_rms_norm(x.view(-1, dim), gate.reshape(-1, dim), weight, 1e-6)
-    assert_near(result, gated_rms_norm_reference(x, gate, weight, 1e-6), TOLERANCE[dtype])
+        result = gated_rms_norm(x, gate, weight, 1e-6, gate_first=gate_first)
+        flat = gated_rms_norm(
+            x.view(-1, dim), gate.reshape(-1, dim), weight, 1e-6, gate_first=gate_first
+        )
+    expected = gated_rms_norm_reference(x, gate, weight, 1e-6, gate_first)
+    assert_near(result, expected, TOLERANCE[dtype])
     assert torch.equal(flat.view(result.shape), result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_before_norms_of_heads_with_factors_of_their_own(dtype: torch.dtype) -> None:
+    x, gate = randn(3, 2, 80, dtype=dtype), randn(3, 2, 80, dtype=dtype, seed=1)
+    weight = randn(2, 80, seed=2)
+    with kernels():
+        result = gated_rms_norm(x, gate, weight, 1e-6, gate_first=True)
+    expected = gated_rms_norm_reference(x, gate, weight, 1e-6, gate_first=True)
+    assert_near(result, expected, TOLERANCE[dtype])

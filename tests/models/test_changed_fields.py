@@ -42,6 +42,15 @@ HARMLESS = {
     "all layers have experts": "intermediate_size mlp_only_layers num_local_experts",
     "a head of the tower that no language model reads": "vision_use_head",
     "`block_auto_adjust_ff_dim` is false": "block_ffn_dim_multiplier block_multiple_of",
+    "chunks of a class's own computation": "mamba_chunk_size chunk_size",
+    "the type of states is an option, and all mixers compute in float32": "mamba_ssm_cache_dtype",
+    "no class of transformers reads them, or only to initialise": """expand mamba_proj_bias
+        n_shared_experts moe_shared_expert_overlap num_logits_to_keep use_mamba_kernels
+        hidden_dropout rescale_prenorm_residual time_step_(max|limit|floor)""",
+    "layers that draft, which are left unread": r"num_nextn_predict_layers mtp_\w+",
+    "a list of layers decides": """num_hidden_layers layers_block_type
+        layer_types hybrid_override_pattern""",
+    "`mamba_d_head` decides": "mamba_expand",
     "`use_sliding_window` is false": "sliding_window max_window_layers",
 }
 """Ends of paths, by reason."""

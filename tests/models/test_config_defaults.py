@@ -21,11 +21,13 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model
 from vlm_serve.models.config import Config, mismatch
 from vlm_serve.models.families import (
+    granitemoehybrid,
     internvl,
     lfm2,
     lfm2_moe,
     lfm2_vl,
     minicpmv,
+    nemotron_h,
     qwen2,
     qwen2_vl,
     qwen3,
@@ -40,7 +42,7 @@ TABLES = {
     source: table
     for family in (
         *(qwen3_5, qwen3_vl, qwen3_next, qwen3, qwen2, qwen2_vl),
-        *(minicpmv, lfm2, lfm2_moe, lfm2_vl, internvl),
+        *(minicpmv, lfm2, lfm2_moe, lfm2_vl, internvl, granitemoehybrid, nemotron_h),
     )
     for source, table in family.DEFAULTS.items()
 }
@@ -64,6 +66,8 @@ WHOLE = (
     "Lfm2MoeConfig",
     "Lfm2VlConfig",
     "InternVLConfig",
+    "GraniteMoeHybridConfig",
+    "NemotronHConfig",
 )
 ROPE = ("rope_theta", "partial_rotary_factor")
 PUBLISHED: dict[str, dict[str, Any]] = {"Qwen3MoeConfig": {"norm_topk_prob": True}}
@@ -228,7 +232,7 @@ def test_fields_that_were_left_out_are_noted() -> None:
         "text_config.mrope_section": "Qwen3VLMoeTextConfig",
         "vision_config.depth": "Qwen3VLMoeVisionConfig",
     }
-    assert spec_of(raw).layers[0].mixer.heads_to_split() == {"attention heads": 16}
+    assert spec_of(raw).layers[0].mixers[0].heads_to_split() == {"attention heads": 16}
 
 
 def test_sections_are_no_defaults() -> None:

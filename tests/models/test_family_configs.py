@@ -4,6 +4,7 @@ value, before any weight is read."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models.families.lfm2 import PARTS
 from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.parts.base import Routing
-from vlm_serve.models.parts.feed_forward import Experts, Mlp
+from vlm_serve.models.parts.feed_forward import UNGATED, Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
+from vlm_serve.models.parts.mamba2 import Mamba2
 from vlm_serve.models.parts.short_conv import ShortConv
 from vlm_serve.models.registry import FAMILIES, spec_of
+from vlm_serve.models.spec import NORMS, Scales
 from vlm_serve.models.vision_class import ClassVisionSpec
 from vlm_serve.models.vision_rotary import RotaryVisionSpec
 from vlm_serve.models.vision_unshuffled import UnshuffledVisionSpec
@@ -59,8 +62,8 @@ def test_the_registry_says_what_a_model_gets(kind: str) -> None:
 
 def test_qwen3_vl() -> None:
     spec = spec_of(config("qwen3_vl"))
-    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert {layer.mixers[0] for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128)}
     assert not spec.norm.centred
     assert (spec.rope.rotary_dim, spec.rope.sections) == (32, (6, 5, 5))
     assert spec.vision is not None and spec.vision.deepstack == (1, 2)
@@ -70,17 +73,17 @@ def test_qwen3_vl() -> None:
 def test_qwen3_vl_moe_mixes_dense_layers_in() -> None:
     spec = spec_of(config_of(SPECS["vl moe, every second layer dense"]))
     experts = Experts(Routing(6, 2), 32, shared=0, transposed=True)
-    found = [layer.feed_forward for layer in spec.layers]
+    found = [layer.feed_forwards[0] for layer in spec.layers]
     assert found == [Mlp(128), Mlp(128), Mlp(128), experts, Mlp(128), experts]
     assert spec.expert_layers == 2
 
 
 def test_qwen3_next() -> None:
     spec = spec_of(config_of(SPECS["next, three value heads, dense layers"]))
-    delta, attention = spec.layers[0].mixer, spec.layers[3].mixer
+    delta, attention = spec.layers[0].mixers[0], spec.layers[3].mixers[0]
     assert isinstance(delta, GatedDelta) and delta.interleaved
     assert attention == Attention(4, 2, 32)
-    kinds = [type(layer.feed_forward) for layer in spec.layers]
+    kinds = [type(layer.feed_forwards[0]) for layer in spec.layers]
     assert kinds == [Mlp, Mlp, Mlp, Experts] + [Mlp, Experts] * 2
     assert spec.norm.centred
     assert (spec.rope.rotary_dim, spec.rope.sections) == (8, (4, 0, 0))
@@ -89,8 +92,8 @@ def test_qwen3_next() -> None:
 
 def test_qwen3() -> None:
     spec = spec_of(config("qwen3"))
-    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert {layer.mixers[0] for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128)}
     assert not spec.norm.centred
     assert (spec.rope.rotary_dim, spec.rope.sections) == (32, (16, 0, 0))
     assert spec.vision is None
@@ -99,7 +102,7 @@ def test_qwen3() -> None:
 def test_qwen3_moe_mixes_dense_layers_in() -> None:
     spec = spec_of(config_of(SPECS["qwen3 moe, every second layer dense"]))
     experts = Experts(Routing(6, 3), 32, shared=0)
-    found = [layer.feed_forward for layer in spec.layers]
+    found = [layer.feed_forwards[0] for layer in spec.layers]
     assert found == [Mlp(128), Mlp(128), Mlp(128), experts, Mlp(128), experts]
 
 
@@ -116,20 +119,20 @@ def test_lfm2() -> None:
     norms = ("q_layernorm", "k_layernorm")
     attention = Attention(2, 1, 32, gated=False, norms=norms, out="out_proj")
     conv = ShortConv(64, 4, bias=True)
-    assert [layer.mixer for layer in spec.layers] == [conv, conv, attention, conv, conv]
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128, "feed_forward", PARTS)}
+    assert [layer.mixers[0] for layer in spec.layers] == [conv, conv, attention, conv, conv]
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128, "feed_forward", PARTS)}
     assert spec.tied_embeddings and (spec.rope.rotary_dim, spec.norm.eps) == (32, 1e-5)
     whole = config("lfm2", layer_types=None, full_attn_idxs=[1], block_auto_adjust_ff_dim=True)
     spec = spec_of(whole)
-    kinds = [type(layer.mixer) for layer in spec.layers]
+    kinds = [type(layer.mixers[0]) for layer in spec.layers]
     assert kinds == [ShortConv, Attention, ShortConv, ShortConv]
-    assert spec.layers[0].feed_forward == Mlp(256, "feed_forward", PARTS), "85 in steps of 256"
+    assert spec.layers[0].feed_forwards[0] == Mlp(256, "feed_forward", PARTS), "85 in steps of 256"
 
 
 def test_lfm2_moe() -> None:
     spec = spec_of(config_of(SPECS["lfm2 moe"]))
-    experts = Experts(Routing(8, 3, (True, 1.0)), 32, 0, name="feed_forward", parts=PARTS)
-    found = [layer.feed_forward for layer in spec.layers]
+    experts = Experts(Routing(8, 3, (True, 1.0, 1e-6)), 32, 0, name="feed_forward", parts=PARTS)
+    found = [layer.feed_forwards[0] for layer in spec.layers]
     assert found == [Mlp(128, "feed_forward", PARTS), experts, experts, experts]
 
 
@@ -180,12 +183,12 @@ def test_internvl() -> None:
         qk_norms=True,
     )
     assert large.tied_embeddings and large.family.image_pad == "<IMG_CONTEXT>"
-    assert {layer.mixer for layer in large.layers} == {
+    assert {layer.mixers[0] for layer in large.layers} == {
         Attention(4, 2, 16, gated=False, bias=True, norms=None)
     }
     made = config("internvl")
     spec = spec_of(made)
-    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.mixers[0] for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
     experts = made["text_config"] | {"model_type": "qwen3_moe", "norm_topk_prob": True}
     assert spec_of({**made, "text_config": experts}).routing == Routing(128, 8)
     for section, name, value, complaint in (
@@ -204,16 +207,49 @@ def test_internvl() -> None:
             spec_of(changed)
 
 
+def test_granite() -> None:
+    spec = spec_of(config("granitemoehybrid"))
+    mamba = Mamba2(heads=4, head_dim=32, groups=1, state_dim=16, taps=4)
+    attention = Attention(4, 2, 16, gated=False, norms=None, scale=0.3)
+    names = ("input_linear", "input_linear", "output_linear")
+    experts = Experts(Routing(8, 2), 32, 0, name="block_sparse_moe", router="router")
+    assert [layer.mixers for layer in spec.layers] == [(mamba,), (attention,)] * 2
+    behind = (Mlp(128, "shared_mlp", names), experts)
+    assert {layer.feed_forwards for layer in spec.layers} == {behind}
+    assert [branch.norm for branch in spec.layers[0].branches] == [*NORMS, None]
+    assert spec.scales == Scales(1.5, 0.7, 3.0) and not spec.rope.turning
+    assert spec.embedding_scale == 1.5 / 0.7 and spec.residual_eps == 1e-5 / 0.7**2
+    dense = spec_of(config_of(SPECS["granite, rotated attention alone"]))
+    assert dense.rope.turning and dense.routing is None and not dense.cache_layout().has_state
+    assert {layer.feed_forwards for layer in dense.layers} == {behind[:1]}
+
+
+def test_nemotron() -> None:
+    spec = spec_of(config("nemotron_h"))
+    limits = (0.001, math.inf)
+    mamba = Mamba2(4, 16, groups=2, state_dim=16, taps=4, limits=limits, name="mixer")
+    attention = Attention(4, 2, 32, gated=False, name="mixer", norms=None)
+    routing = Routing(8, 2, (True, 2.5, 1e-20))
+    bias = "gate.e_score_correction_bias"
+    experts = Experts(routing, 32, 0, name="mixer", parts=UNGATED, bias=bias)
+    shared = Mlp(64, "mixer.shared_experts", UNGATED)
+    parts = [(mamba,), (shared, experts), (attention,), (Mlp(128, "mixer", UNGATED),)]
+    found = [tuple(branch.part for branch in layer.branches) for layer in spec.layers]
+    assert found == parts and spec.last_norm == "norm_f" and not spec.rope.turning
+    kinds = ["linear_attention", "moe", "attention", "mlp"]
+    assert spec_of(config("nemotron_h", layers_block_type=kinds)).layers == spec.layers
+
+
 def test_biases_of_attention_are_read() -> None:
-    mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixer
+    mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixers[0]
     assert mixer == Attention(4, 2, 32, gated=False, bias=True, out_bias=True)
 
 
 def test_qwen2() -> None:
     spec = spec_of(config("qwen2"))
     mixer = Attention(4, 2, 16, gated=False, bias=True, norms=None)
-    assert {layer.mixer for layer in spec.layers} == {mixer}
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert {layer.mixers[0] for layer in spec.layers} == {mixer}
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128)}
     assert not spec.norm.centred and spec.vision is None
     assert (spec.rope.rotary_dim, spec.rope.sections) == (16, (8, 0, 0))
 
@@ -284,7 +320,7 @@ def test_minicpmv() -> None:
     )
     assert (spec.media_features, spec.embedding_width) == (0, 64)
     assert (spec.family.positions, spec.rope.sections) == ("count", (4, 0, 0))
-    assert {type(layer.mixer) for layer in spec.layers} == {GatedDelta, Attention}
+    assert {type(layer.mixers[0]) for layer in spec.layers} == {GatedDelta, Attention}
     fine = spec_of(config_of(SPECS["minicpm, 4x, tied"]))
     assert isinstance(fine.vision, WindowVisionSpec) and fine.tied_embeddings
     assert (fine.vision.merge_size, fine.vision.side) == (2, 7)
@@ -314,12 +350,13 @@ def test_untied_where_neither_section_says_so() -> None:
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
-ALL = tuple(FAMILIES)
+MAMBA = ("granitemoehybrid", "nemotron_h")
+ALL = tuple(kind for kind in FAMILIES if kind not in MAMBA)
 VL = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni")
 PLAIN = ("qwen3", "qwen3_moe", "internvl")
 OLDER, OLDER_VL = ("qwen2",), ("qwen2_vl", "qwen2_5_vl")
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm2_vl")
-GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN + OLDER + OLDER_VL + CONVOLUTIONS)
+GATED = tuple(kind for kind in ALL if kind not in VL + PLAIN + OLDER + OLDER_VL + CONVOLUTIONS)
 SPARSE = ("qwen3_vl_moe", "qwen3_next", "qwen3_moe")
 REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "sliding_window", 4096, "sliding_window 4096 is not supported"),
@@ -359,6 +396,23 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (CONVOLUTIONS, "conv_L_cache", 1, "conv_L_cache 1 is not supported"),
     (("lfm2_moe",), "norm_topk_prob", False, "norm_topk_prob False is not supported, only True"),
     (("lfm2_moe",), "num_dense_layers", -1, "num_dense_layers -1 in config.json is no number"),
+    (MAMBA, "sliding_window", 4096, "sliding_window 4096 is not supported"),
+    (MAMBA, "layer_types", ["sliding_attention"] * 4, "layer_types 'sliding_attention'"),
+    (MAMBA, "num_attention_heads", 3, "num_attention_heads 3 is no multiple of its"),
+    (("granitemoehybrid",), "layer_types", ["mamba"] * 3, "layer_types names 3 layers of 4"),
+    (("granitemoehybrid",), "layer_types", ["moe"] * 4, "layer_types 'moe' is not supported"),
+    (("granitemoehybrid",), "mamba_n_groups", 2, "mamba_n_groups 2 is not supported, only 1"),
+    (("granitemoehybrid",), "time_step_limit", [1], r"time_step_limit [1] is not supported"),
+    (("granitemoehybrid",), "residual_multiplier", 0, "residual_multiplier in config.json must be"),
+    (("granitemoehybrid",), "position_embedding_type", "alibi", "position_embedding_type 'alibi'"),
+    (("nemotron_h",), "hybrid_override_pattern", "ME*X", "layer_types 'X' is not supported"),
+    (("nemotron_h",), "hybrid_override_pattern", "E-", "no layer has Mamba2 or attention"),
+    (("nemotron_h",), "hybrid_override_pattern", 4, "hybrid_override_pattern in config.json must"),
+    (("nemotron_h",), "mlp_hidden_act", "silu", "mlp_hidden_act 'silu' is not supported"),
+    (("nemotron_h",), "n_group", 2, "n_group 2 is not supported, only 1"),
+    (("nemotron_h",), "moe_latent_size", 64, "moe_latent_size 64 is not supported"),
+    (("nemotron_h",), "norm_topk_prob", False, "norm_topk_prob False is not supported"),
+    (("nemotron_h",), "mamba_num_heads", 3, "mamba_num_heads 3 is no multiple of its 2"),
     (GATED, "output_gate_type", "sigmoid", "output_gate_type 'sigmoid' is not supported"),
 ]
 
@@ -459,7 +513,9 @@ def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], compla
         ("qwen2_5_omni", "has audio; take Qwen3-VL"),
         ("qwen2_moe", "no norms of queries and keys"),
         ("qwen4_exp", "Qwen3.8-Flash-Next has sparse attention"),
-        ("nemotron_h", "Nemotron-h has Mamba's recurrence; take Qwen3.5"),
+        ("falcon_h1", "Falcon-h1 has Mamba2 beside other parts; take Granite 4"),
+        ("jamba", "Jamba has the first Mamba's recurrence; take Granite 4"),
+        ("nemotron_h_omni", "Nemotron-h-omni has a tower of RADIO's kind and sound"),
         ("lfm3_vl", "short convolutions"),
         ("kimi_linear", "KDA"),
         ("kimi_k25", "MLA"),
@@ -485,7 +541,8 @@ def test_weights_come_in_the_type_that_the_file_names() -> None:
 @pytest.mark.parametrize(
     ("fields", "near"),
     [
-        ({"mamba_d_state": 128}, "Newer-vl has Mamba's recurrence"),
+        ({"mamba_d_state": 128}, "Newer-vl has the first Mamba's recurrence"),
+        ({"mamba_n_heads": 8, "mamba_d_state": 128}, "Newer-vl has Mamba2 beside other parts"),
         ({"text_config": {"conv_L_cache": 3}}, "short convolutions"),
         ({"text_config": {"kv_lora_rank": 512}, "vision_config": {"depth": 2}}, "MLA"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),

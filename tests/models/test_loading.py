@@ -270,6 +270,6 @@ def test_decay_rates_and_the_norm_of_a_state_layer_keep_their_float32(
     }
     assert all(not torch.equal(each, each.to(dtype).float()) for each in exact.values())
     save_file(tensors | exact, path / "model.safetensors")
-    mixer: Any = load_model(path, dtype, "cpu")._decoder.layers[0].mixer
+    mixer: Any = load_model(path, dtype, "cpu")._decoder.layers[0].mixers[0]
     assert torch.equal(mixer.neg_decay, -exact[f"{layer}.A_log"].exp())
     assert torch.equal(mixer.norm, exact[f"{layer}.norm.weight"])

@@ -42,10 +42,10 @@ def moe(**changes: Any) -> dict[str, Any]:
 
 def test_dense_with_vision() -> None:
     spec = spec_of(dense())
-    delta, attention = spec.layers[0].mixer, spec.layers[3].mixer
+    delta, attention = spec.layers[0].mixers[0], spec.layers[3].mixers[0]
     assert isinstance(delta, GatedDelta) and isinstance(attention, Attention)
-    assert [layer.mixer for layer in spec.layers] == [delta] * 3 + [attention]
-    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert [layer.mixers[0] for layer in spec.layers] == [delta] * 3 + [attention]
+    assert {layer.feed_forwards[0] for layer in spec.layers} == {Mlp(128)}
     assert (spec.routing, spec.expert_layers) == (None, 0)
     assert (delta.channels, delta.values) == (2 * 2 * 16 + 4 * 16, 64)
     assert (attention.gated, attention.bias) == (True, False)
@@ -67,7 +67,7 @@ def test_defaults_and_renames_of_transformers() -> None:
     del config["dtype"], text["dtype"], text["attention_bias"], text["layer_types"]
     text["rope_scaling"] = text.pop("rope_parameters")
     spec = spec_of(config)
-    assert [type(layer.mixer) for layer in spec.layers] == [GatedDelta, Attention] * 2
+    assert [type(layer.mixers[0]) for layer in spec.layers] == [GatedDelta, Attention] * 2
     assert spec.rope.theta == 10000.0
     assert spec.dtype is torch.bfloat16
 

@@ -1,5 +1,6 @@
 """A new architecture of known parts is one file and one entry in the registry: ops and compiled
-steps run it, the engine serves it, and all agree with a plain torch version of it."""
+steps run it, the engine serves it, and all agree with a plain torch version of it, whose Mamba2
+layers are transformers'."""
 
 from __future__ import annotations
 
@@ -12,67 +13,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_parts import build_tokenizer, sample_text, write_json, write_tokenizer_files
 from model_driver import Driver, text_sequence
+from oracle import prepare_models
 from parity import greedy
-from safetensors.torch import save_file
+from patchwork import KINDS, SERVED, write_checkpoint
 
 from vlm_serve.models import load_model
-from vlm_serve.models.decoder import Decoder
-from vlm_serve.models.registry import FAMILIES, Served, spec_of
-from vlm_serve.models.weight_sizes import UnreadWeights
+from vlm_serve.models.registry import FAMILIES
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 
 Tensors = Mapping[str, torch.Tensor]
 
-CONFIG: dict[str, Any] = {
-    "model_type": "patchwork",
-    "dtype": "float32",
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "state_key_heads": 2,
-    "state_value_heads": 4,
-    "state_key_dim": 16,
-    "state_value_dim": 32,
-    "conv_width": 4,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "expert_size": 48,
-    "norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "max_position_embeddings": 4096,
-}
-
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "patchwork", Served("", "patchwork", media=(), experts=True))
+    monkeypatch.setitem(FAMILIES, "patchwork", SERVED)
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """Random weights under the names that the parts ask for."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = UnreadWeights(torch.float32)
-    Decoder(spec_of(CONFIG), shapes, "model.", None)
-    tensors = {
-        name: 1 + torch.rand(shape, generator=generator)
-        if "norm" in name
-        else torch.randn(shape, generator=generator) / max(shape[-1], 4) ** 0.5
-        for name, shape in shapes.of_tensors.items()
-    }
-    tensors["model.embed_tokens.weight"] *= 4
-    save_file(tensors, tmp_path / "model.safetensors")
-    tokenizer = build_tokenizer(sample_text(2000, 0), CONFIG["vocab_size"])
-    write_tokenizer_files(tmp_path, tokenizer, max_length=4096)
-    write_json(tmp_path / "config.json", CONFIG)
-    return tmp_path
+@pytest.fixture(params=KINDS)
+def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return write_checkpoint(tmp_path, KINDS[request.param])
 
 
 def plain(path: Path, token_ids: list[int]) -> torch.Tensor:
@@ -88,7 +49,8 @@ def plain(path: Path, token_ids: list[int]) -> torch.Tensor:
     for index in range(config["num_hidden_layers"]):
         name = f"layers.{index}."
         own = {key.removeprefix(name): w for key, w in weights.items() if key.startswith(name)}
-        mix, feed = (_remember, _experts) if index % 2 else (_attend, _mlp)
+        remember = _remember if config["memory"] == "gated_delta" else _scan
+        mix, feed = (remember, _experts) if index % 2 else (_attend, _mlp)
         x = x + mix(own, _norm(x, own["norm_1.weight"], config), config)
         x = x + feed(own, _norm(x, own["norm_2.weight"], config), config)
     head: torch.Tensor = weights["embed_tokens.weight"]
@@ -148,6 +110,50 @@ def _remember(w: Tensors, x: torch.Tensor, config: dict[str, Any]) -> torch.Tens
     gate = F.silu((x @ w["memory.in_proj_z.weight"].T).view(-1, heads, dim))
     out = _norm(torch.stack(outs), w["memory.norm.weight"], config) * gate
     return out.flatten(1) @ w["memory.out_proj.weight"].T
+
+
+def _scan(w: Tensors, x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """The mixers of transformers, in float32: of Nemotron-H, or of Granite for a single group."""
+    prepare_models()
+    from transformers import GraniteMoeHybridConfig, NemotronHConfig
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
+    from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+
+    sizes = {
+        "n_heads": config["mamba_heads"],
+        "d_head": config["mamba_head_dim"],
+        "d_state": config["mamba_state_dim"],
+        "d_conv": config["conv_width"],
+    }
+    mixer: torch.nn.Module
+    if config["mamba_groups"] == 1:
+        of_granite = GraniteMoeHybridConfig(
+            hidden_size=config["hidden_size"],
+            rms_norm_eps=config["norm_eps"],
+            layer_types=["mamba"],
+            num_hidden_layers=1,
+            **{f"mamba_{name}": size for name, size in sizes.items()},
+        )
+        mixer = granite.GraniteMoeHybridMambaLayer(of_granite, 0)
+    else:
+        of_nemotron = NemotronHConfig(
+            hidden_size=config["hidden_size"],
+            layer_norm_epsilon=config["norm_eps"],
+            layers_block_type=["mamba"],
+            n_groups=config["mamba_groups"],
+            use_bias=config["mamba_bias"],
+            time_step_min=config["least_step"],
+            mamba_num_heads=sizes["n_heads"],
+            mamba_head_dim=sizes["d_head"],
+            ssm_state_size=sizes["d_state"],
+            conv_kernel=sizes["d_conv"],
+        )
+        mixer = nemotron.NemotronHMamba2Mixer(of_nemotron, 0)
+    names = {name: tensor for name, tensor in w.items() if name.startswith("memory.")}
+    mixer.load_state_dict({name.removeprefix("memory."): own for name, own in names.items()})
+    with torch.no_grad():
+        out: torch.Tensor = mixer.float()(x.float()[None])[0]
+    return out.double()
 
 
 def _experts(w: Tensors, x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_equal_those_apart(checkpoint: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def logits() -> torch.Tensor:
         model = load_model(checkpoint, torch.float32, "cpu", bits=bits)
-        experts = model._decoder.layers[0].feed_forward
+        experts = model._decoder.layers[0].branches[1].part
         assert isinstance(experts, LoadedExperts)
         assert isinstance(experts.gate_up, Stored) == stacked
         return Driver(model).step(prefills=[(text_sequence(range(40)), 0, 40)]).logits

@@ -114,11 +114,12 @@ def test_roles_decide_the_bits(checkpoint: Path) -> None:
     assert bits_of(decoder.head) == [6]
     for layer in decoder.layers:
         # What follows the codes are b and a.
-        expected = [4, 16] if hasattr(layer.mixer, "conv") else [4]
-        assert bits_of(layer.mixer.in_proj) == expected  # type: ignore[attr-defined]
-        if isinstance(layer.feed_forward, LoadedExperts):
-            assert bits_of(layer.feed_forward.router) == [16]
-            down = layer.feed_forward.down
+        mixer, feed_forward = (branch.part for branch in layer.branches)
+        expected = [4, 16] if hasattr(mixer, "conv") else [4]
+        assert bits_of(mixer.in_proj) == expected  # type: ignore[union-attr]
+        if isinstance(feed_forward, LoadedExperts):
+            assert bits_of(feed_forward.router) == [16]
+            down = feed_forward.down
             assert isinstance(down, tuple)
             assert {bits for each in down for bits in bits_of(each)} == {4}
 
@@ -143,8 +144,10 @@ def bytes_of_codes(model: Model) -> int:
     """With the head's."""
     total = model._decoder.head.nbytes
     for layer in model._decoder.layers:
-        for part in (layer.mixer, layer.feed_forward):
-            total += sum(each.nbytes for each in vars_of(part) if isinstance(each, PackedCodes))
+        for branch in layer.branches:
+            total += sum(
+                each.nbytes for each in vars_of(branch.part) if isinstance(each, PackedCodes)
+            )
     return total
 
 

@@ -11,7 +11,7 @@ static const char* TYPES[] = {"float32", "bfloat16", "float16", "",     "",     
                               "float8",  "",         "roots",   "e8m0", "two_levels"};
 static const char* CODES[] = {"int8", "int6", "int4",   "float8", "float4", "",
                               "",     "",     "table4", "table3", "table2"};
-static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
+static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh", "relu2"};
 
 // Values below 1 in magnitude; those of float16 also below its least normal number. Roots and
 // float8 are any bytes.
@@ -210,7 +210,7 @@ static void coded_products() {
 template <typename T>
 static void products() {
     for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::FLOAT16}) {
-        for (int64_t use = vlm::PLAIN; use <= vlm::GELU_TANH; ++use)
+        for (int64_t use = vlm::PLAIN; use <= vlm::RELU2; ++use)
             for (int64_t rows : {1, 3, 5, 9, 13, 200}) product<T>(type, use, rows, 77, 131);
         for (int64_t rows : {1, 13, 200}) product<T>(type, vlm::PLAIN, rows, 33, 1029);
         for (int64_t rows : {1, 2, 12, 24}) product<T>(type, vlm::SILU, rows, 32, 1);

@@ -61,7 +61,7 @@ def test_every_one_is_supported(name: str) -> None:
     assert spec.max_position_embeddings == text["max_position_embeddings"]
     assert (spec.vision is not None) == bool(served.media)
     assert spec.cache_layout().has_state == served.state
-    mixers = {type(layer.mixer) for layer in spec.layers}
+    mixers = {type(mixer) for layer in spec.layers for mixer in layer.mixers}
     assert (len(mixers) == 1) == (not served.state) and Attention in mixers
     quantised = any(part in name for part in ("FP8", "NVFP4"))
     assert (spec.quantization is not None) is quantised

@@ -31,6 +31,8 @@ _MOST = {
     "depth": 4096,
     "mtp_num_hidden_layers": 4096,
     "num_experts": 16384,
+    "num_local_experts": 16384,
+    "n_routed_experts": 16384,
 }
 """Of what lists are made of, many times more than any published model has."""
 
@@ -60,6 +62,7 @@ _KEYS = "num_key_value_heads, head_dim"
 _VALUES = "linear_num_value_heads, linear_value_head_dim"
 _CHANNELS = f"linear_num_key_heads, linear_key_head_dim, {_VALUES}"
 _EXPERTS = "moe_intermediate_size"
+_MAMBA_SIZES = "the sizes of mamba heads and groups"
 _ADJUSTED = "intermediate_size, block_auto_adjust_ff_dim"
 _SHARED = "shared_expert_intermediate_size"
 _FIELDS = {
@@ -69,6 +72,16 @@ _FIELDS = {
     r"self_attn\.(o|out)_proj\.\w+": ("hidden_size", _HEADS),
     r"self_attn\.[qk]_(layer)?norm\.weight": ("head_dim",),
     r"conv\.(in|out)_proj\.\w+": ("hidden_size", "hidden_size"),
+    r"(mamba|mixer)\.in_proj\.\w+": (_MAMBA_SIZES, "hidden_size"),
+    r"(mamba|mixer)\.out_proj\.\w+": ("hidden_size", _MAMBA_SIZES),
+    r"(mamba|mixer)\.(conv1d\.\w+|norm\.weight|A_log|D|dt_bias)": (_MAMBA_SIZES,),
+    r"mixer\.q_proj\.weight": (_HEADS, "hidden_size"),
+    r"mixer\.[kv]_proj\.weight": (_KEYS, "hidden_size"),
+    r"mixer\.o_proj\.weight": ("hidden_size", _HEADS),
+    r"shared_mlp\.input_linear\.weight": ("shared_intermediate_size", "hidden_size"),
+    r"shared_mlp\.output_linear\.weight": ("hidden_size", "shared_intermediate_size"),
+    r"mixer\.up_proj\.weight": ("intermediate_size", "hidden_size"),
+    r"mixer\.down_proj\.weight": ("hidden_size", "intermediate_size"),
     r"conv\.conv\.\w+": ("hidden_size", "", "conv_L_cache"),
     r"linear_attn\.in_proj_qkvz?\.weight": (_CHANNELS, "hidden_size"),
     r"linear_attn\.in_proj_z\.weight": (_VALUES, "hidden_size"),
@@ -195,7 +208,7 @@ class Config:
     def _parsed(self) -> Any:
         try:
             # The classes know no dtype of this name.
-            given = {name: value for name, value in self.raw.items() if value != "auto"}
+            given = {name: numbers_of(value) for name, value in self.raw.items() if value != "auto"}
             return self._kind.from_dict(deepcopy(given))
         except Exception as error:  # of many types
             raise CheckpointError(f"config.json: {' '.join(str(error).split())}") from error
@@ -320,6 +333,17 @@ class Config:
                         raise CheckpointError(f"{name} {value!r} is not supported")
                     return _DTYPES[value]
         return torch.bfloat16
+
+
+def numbers_of(value: Any) -> Any:
+    """Return a list with numbers in place of objects with their names, as which transformers writes
+    infinity; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    return [
+        float(one["__float__"]) if isinstance(one, dict) and "__float__" in one else one
+        for one in value
+    ]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -302,6 +302,13 @@ _PLAIN = {f"to_{part}": f"{part}_proj" for part in "qkv"} | {
 }
 _DIFFUSERS = re.compile(rf"\.self_attn\.({'|'.join(_PLAIN)})\.")
 """Names of attention in checkpoints of Cosmos3 that also generate pictures."""
+_OLDER = {
+    r"^(backbone|model)\.embeddings\.weight$": r"\1.embed_tokens.weight",
+    r"\.block_sparse_moe\.input_linear\.weight$": ".block_sparse_moe.experts.gate_up_proj",
+    r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.down_proj",
+    r"\.block_sparse_moe\.router\.layer\.weight$": ".block_sparse_moe.router.weight",
+}
+"""Names in published files of Nemotron-H and Granite, and those of transformers' classes."""
 
 
 class SafetensorsFile:
@@ -315,7 +322,7 @@ class SafetensorsFile:
         try:
             self._handle: safe_open = safe_open(path, framework="pt")
             stored: Iterable[str] = self._handle.keys()  # type: ignore[no-untyped-call]
-            self._stored = {_DIFFUSERS.sub(_plain, name): name for name in stored}
+            self._stored = {_current(name): name for name in stored}
             self.nbytes = path.stat().st_size
         except (OSError, SafetensorError) as error:
             problem = foreign(path) or "is not a readable safetensors file"
@@ -339,6 +346,13 @@ class SafetensorsFile:
         stored = self._stored[name]
         tensor: torch.Tensor = self._handle.get_tensor(stored)  # type: ignore[no-untyped-call]
         return tensor
+
+
+def _current(name: str) -> str:
+    """Return a tensor's name in transformers' classes."""
+    for pattern, plain in _OLDER.items():
+        name = re.sub(pattern, plain, name)
+    return _DIFFUSERS.sub(_plain, name)
 
 
 def _plain(match: re.Match[str]) -> str:

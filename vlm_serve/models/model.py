@@ -108,23 +108,21 @@ class Model:
             UnsupportedError: it does not support this model, or such pools.
         """
         spec, program = self.spec, Program(self.dtype, self.spec.hidden_size, self.ranks)
-        eps, table = spec.norm.eps, self._decoder.embedding
-        if table.dtype == self.dtype and len(table) == spec.vocab_size and table.is_contiguous():
+        table = self._decoder.embedding
+        whole = len(table) == spec.vocab_size and table.is_contiguous()
+        if table.dtype == self.dtype and whole and spec.embedding_scale == 1.0:
             program.look_up(table)
         rope, frequencies = spec.rope, self._inv_freq
         program.rotate(frequencies, rope.axes, rope.scale)
         layers = zip(self._decoder.layers, self._bind(caches), strict=True)
-        last = None if self.drafts else self._decoder.layers[-1]
+        last = None if self.drafts else self._decoder.last_mixing
         for index, (layer, cache) in enumerate(layers):
-            program.norm(layer.input_norm, eps)
-            layer.mixer.lower(program, cache, last=layer is last)
-            program.norm(layer.post_norm, eps)
-            layer.feed_forward.lower(program)
+            layer.lower(program, cache, last=layer is last)
             if index < spec.media_features:
                 program.features(index)
         if not self.drafts:
             program.keep(program.normed, 0, reporting=True)
-        program.norm(self._decoder.norm, eps)
+        program.norm(self._decoder.norm, spec.residual_eps)
         if self.drafts:
             program.hidden()
             for reporting in (False, True):
@@ -185,10 +183,12 @@ class Model:
             return
         with compiled_kernels(self.compiled):
             for layer, cache in zip(self._decoder.layers, bound, strict=True):
-                layer.mixer.fold(cache, folds)
+                layer.fold(cache, folds)
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         x = self._look_up(batch.token_ids).to(self.dtype)
+        if self.spec.embedding_scale != 1.0:
+            x *= self.spec.embedding_scale
         for offset, rows in batch.media:
             x[offset : offset + rows.shape[0]] = rows[:, : self.spec.hidden_size]
         return x
@@ -214,7 +214,7 @@ class Model:
     def _by_ops(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         if self._fixed_steps and batch.prefill is not None:
             batch = replace(batch, deterministic=True)
-        x, layers, eps = self._embed(batch), self._decoder.layers, self.spec.norm.eps
+        x, layers = self._embed(batch), self._decoder.layers
         rope = self.spec.rope
         cos, sin = rope.cos_sin(batch.positions, self._inv_freq)
         step = Step(
@@ -228,21 +228,19 @@ class Model:
             changes=batch.changes,
         )
         routed: list[torch.Tensor] = []
+        # After the last token mixer only rows with requested logits are needed.
+        whole = batch.capture_experts or self.drafts
+        last = None if whole else self._decoder.last_mixing
         for index, (layer, cache) in enumerate(zip(layers, self._bind(caches), strict=True)):
-            # After the last token mixer only rows with requested logits are needed.
-            last = layer is layers[-1] and not (batch.capture_experts or self.drafts)
-            keep = batch.logit_rows if last else None
-            x = layer.mixer.apply(Normed(x, layer.input_norm, eps), x, cache, step, keep)
-            step = step.kept(keep)
-            x, ids = layer.feed_forward.apply(Normed(x, layer.post_norm, eps), x, step)
-            if ids is not None:
-                routed.append(ids)
+            keep = batch.logit_rows if layer is last else None
+            x, step, ids = layer.apply(x, cache, step, keep)
+            routed += ids
             if index < self.spec.media_features:
                 self._add_features(x, batch, index)
         if batch.capture_experts and not self.drafts:
             x, step = x[batch.logit_rows], step.kept(batch.logit_rows)
         head = self._decoder.head
-        hidden, normed = None, Normed(x, self._decoder.norm, eps)
+        hidden, normed = None, Normed(x, self._decoder.norm, self.spec.residual_eps)
         if self.drafts:
             hidden, step = normed.rows, step.kept(batch.logit_rows)
             rows = hidden[batch.logit_rows]
@@ -290,7 +288,7 @@ class Model:
         if self._caches is not caches:
             self._caches, self._compiled_step = caches, None
             self._bound = tuple(
-                layer.mixer.bind(caches.of_layer(index))
+                layer.bind(caches.of_layer(index))
                 for index, layer in enumerate(self._decoder.layers)
             )
         return self._bound

@@ -10,12 +10,13 @@ takes the place of the hidden state. Embeddings and output projection are the mo
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part
-from vlm_serve.kernels.norms import Normed, rms_norm
+from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
@@ -64,10 +65,7 @@ class Predictor:
         program = Program(self._norm.dtype, self._spec.hidden_size, first_key=FIRST_KEY)
         rope = self._spec.rope
         program.rotate(inv_freq, rope.axes, rope.scale)
-        program.norm(layer.input_norm, eps)
-        layer.mixer.lower(program, self._bind(caches), last=True)
-        program.norm(layer.post_norm, eps)
-        layer.feed_forward.lower(program)
+        layer.lower(program, self._bind(caches), last=True)
         program.norm(self._norm, eps)
         program.hidden()
         program.logits(head)
@@ -106,13 +104,11 @@ class Predictor:
             deterministic=batch.deterministic,
             first_key=FIRST_KEY,
         )
-        normed, keep = Normed(x, layer.input_norm, eps), batch.logit_rows
-        x = layer.mixer.apply(normed, x, self._bind(caches), step, keep)
-        x, _ = layer.feed_forward.apply(Normed(x, layer.post_norm, eps), x, step)
+        x, _, _ = layer.apply(x, self._bind(caches), step, batch.logit_rows)
         hidden = rms_norm(x, self._norm, eps)
         logits = head(hidden, deterministic=batch.deterministic).float()
         return ForwardOutput(logits, hidden=hidden)
 
-    def _bind(self, caches: CacheTensors) -> object:
+    def _bind(self, caches: CacheTensors) -> tuple[Any, ...]:
         """Return its pools, which come behind those of all other layers."""
-        return self._layer.mixer.bind(caches.of_layer(len(self._spec.layers)))
+        return self._layer.bind(caches.of_layer(len(self._spec.layers)))

@@ -14,7 +14,7 @@ from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_records import DTYPES, LANES
 from vlm_serve.kernels.ranks import ALONE, Ranks
 
-_OF_STATES = ("DeltaNet", "ShortConv")
+_OF_STATES = ("DeltaNet", "ShortConv", "Scan")
 
 
 class UnsupportedError(Exception):

@@ -62,6 +62,8 @@ _LFM2 = "vlm_serve.models.families.lfm2"
 _LFM2_VL = "vlm_serve.models.families.lfm2_vl"
 _INTERNVL = "vlm_serve.models.families.internvl"
 _LFM2_MOE = "vlm_serve.models.families.lfm2_moe"
+_GRANITE = "vlm_serve.models.families.granitemoehybrid"
+_NEMOTRON = "vlm_serve.models.families.nemotron_h"
 
 FAMILIES = {
     "qwen3_5": Served(
@@ -119,6 +121,18 @@ FAMILIES = {
     "lfm2_vl": Served(
         "LFM2-VL 450M, 1.6B, 3B; LFM2.5-VL 1.6B", _LFM2_VL, "Lfm2VlConfig", media=("image",)
     ),
+    "granitemoehybrid": _Text(
+        "Granite 4.0 Micro, H-Micro, H-Tiny, H-Small",
+        _GRANITE,
+        "GraniteMoeHybridConfig",
+        experts=True,
+    ),
+    "nemotron_h": _Text(
+        "Nemotron 3 Nano 30B-A3B, Nemotron-H 8B, 47B, 56B; Nemotron Nano 2 9B, 12B",
+        _NEMOTRON,
+        "NemotronHConfig",
+        experts=True,
+    ),
     "minicpmv4_6": Served("MiniCPM-V 4.6", _MINICPMV, "MiniCPMV4_6Config"),
     "minicpmv4_7": Served("MiniCPM-V 4.7", _MINICPMV, "MiniCPMV4_7Config"),
     "minicpm_ocr": Served("MiniCPM-OCR 1.0", _MINICPMV, "MiniCPMOcrConfig"),
@@ -137,8 +151,10 @@ PARTS = {
 KINDS = {
     "audio; take Qwen3-VL": """audio_config enable_audio_output minicpmo qwen2_5_omni qwen2_audio
         qwen3_asr qwen3_omni qwen3_omni_moe voxtral""",
-    "Mamba's recurrence; take Qwen3.5": """mamba_d_conv mamba_d_state mamba_num_heads bamba jamba
-        falcon_h1 granitemoehybrid mamba mamba2 nemotron_h nemotron_h_omni zamba zamba2""",
+    "a tower of RADIO's kind and sound; take Nemotron 3 Nano": "nemotron_h_omni",
+    "Mamba2 beside other parts; take Granite 4": """mamba_n_heads mamba_num_heads bamba falcon_h1
+        mamba2 zamba2""",
+    "the first Mamba's recurrence; take Granite 4": "mamba_d_conv mamba_d_state jamba mamba zamba",
     "short convolutions beside other parts; take LFM2": "conv_L_cache conv lfm3 lfm3_vl",
     "a decay per channel (KDA) and compressed keys (MLA); take Qwen3.5": """bailing_hybrid glm5_next
         kimi_k3 kimi_linear""",

@@ -77,13 +77,14 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 class Rope:
     """`rotary_dim` of each head's dims are rotated; `sections` gives the number of the
     `rotary_dim / 2` frequencies for temporal, height and width position, which alternate if
-    `interleaved`."""
+    `interleaved`. Without `turning` all angles are 0: heads stay as they are, to the bit."""
 
     theta: float
     rotary_dim: int
     sections: tuple[int, int, int]
     yarn: Yarn | None = None
     interleaved: bool = True
+    turning: bool = True
 
     @property
     def axes(self) -> torch.Tensor:
@@ -103,6 +104,8 @@ class Rope:
 
     def frequencies(self) -> torch.Tensor:
         """Return the angles per position, float32 `[rotary_dim / 2]`."""
+        if not self.turning:
+            return torch.zeros(self.rotary_dim // 2)
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float)
         periods = self.theta ** (exponents / self.rotary_dim)
         return 1.0 / periods if self.yarn is None else self.yarn.frequencies(periods, self.theta)
@@ -203,11 +206,59 @@ class Vision(ABC):
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """One decoder layer: norm, token mixer, norm, feed-forward."""
+class BranchSpec:
+    """A residual branch: a part of the norm of the residual, which is added to it.
 
-    mixer: Mixer
-    feed_forward: FeedForward
+    Attributes:
+        part: a token mixer or a feed-forward.
+        norm: name of the norm within the layer; None: the part takes what the branch before it
+            took, behind a feed-forward.
+    """
+
+    part: Mixer | FeedForward
+    norm: str | None
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer: residual branches, one after the other."""
+
+    branches: tuple[BranchSpec, ...]
+
+    @classmethod
+    def of(
+        cls, mixer: Mixer, feed_forward: FeedForward, norms: tuple[str, str] = NORMS
+    ) -> LayerSpec:
+        """Return the usual layer: norm, token mixer, norm, feed-forward; `norms`: their names."""
+        return cls((BranchSpec(mixer, norms[0]), BranchSpec(feed_forward, norms[1])))
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Its token mixers."""
+        return tuple(each.part for each in self.branches if isinstance(each.part, Mixer))
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """Its feed-forwards."""
+        return tuple(each.part for each in self.branches if isinstance(each.part, FeedForward))
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of its memory between steps."""
+        return tuple(itertools.chain(*(mixer.pools() for mixer in self.mixers)))
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of embeddings and of what a branch adds to the residual, and the divisor of logits,
+    as in Granite."""
+
+    embeddings: float = 1.0
+    branches: float = 1.0
+    logits: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -216,10 +267,10 @@ class ModelSpec:
 
     Attributes:
         norm: before mixers and feed-forwards, and behind the last layer.
+        scales: of the residual and of logits.
         vision: None for a text-only model.
         dtype: of the checkpoint's weights.
         family: conventions of its tokenizer and its chat template.
-        input_norm, post_norm: names of a layer's norms in the checkpoint.
         last_norm: name of the norm behind the last layer.
         mtp: the layer that drafts the token after next (`mtp.py`); None: there is none.
         generation: the content of generation_config.json: defaults of sampling.
@@ -239,9 +290,8 @@ class ModelSpec:
     vision: Vision | None
     dtype: torch.dtype
     family: Family
-    input_norm: str = "input_layernorm"
-    post_norm: str = "post_attention_layernorm"
     last_norm: str = "norm"
+    scales: Scales = Scales()
     mtp: LayerSpec | None = None
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
     quantization: QuantScheme | None = None
@@ -253,17 +303,29 @@ class ModelSpec:
         """The head that labels prompts; None: the model generates."""
         return Classifier.of(self.config)
 
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings. The residual is computed over the factor of branches, which
+        every norm of it cancels: so branches add what they are, and no operation scales them."""
+        return self.scales.embeddings / self.scales.branches
+
+    @property
+    def residual_eps(self) -> float:
+        """The eps of norms of such a residual."""
+        return self.norm.eps / self.scales.branches**2
+
     @cached_property
     def routing(self) -> Routing | None:
         """Routing of the layers with routed experts, the same for all; None if there are none."""
-        routings = {layer.feed_forward.routing for layer in self.layers} - {None}
+        routings = {part.routing for layer in self.layers for part in layer.feed_forwards} - {None}
         assert len(routings) <= 1, "layers route alike"
         return routings.pop() if routings else None
 
     @property
     def expert_layers(self) -> int:
         """Number of layers with routed experts."""
-        return sum(layer.feed_forward.routing is not None for layer in self.layers)
+        parts = (part for layer in self.layers for part in layer.feed_forwards)
+        return sum(part.routing is not None for part in parts)
 
     @property
     def media_features(self) -> int:
@@ -282,19 +344,19 @@ class ModelSpec:
         Raises:
             ConfigError: the heads cannot be split.
         """
-        for layer in self.layers:
-            repeated = layer.mixer.heads_to_repeat()
-            shared = layer.mixer.heads_to_split(), layer.feed_forward.columns_to_split(), repeated
-            for name, count in itertools.chain(*(sizes.items() for sizes in shared)):
+        for part in (branch.part for layer in self.layers for branch in layer.branches):
+            repeated = part.heads_to_repeat() if isinstance(part, Mixer) else {}
+            split = part.heads_to_split() if isinstance(part, Mixer) else part.columns_to_split()
+            for name, count in (*split.items(), *repeated.items()):
                 few = name in repeated and ranks % count == 0
                 if count % ranks and not few:
                     raise ConfigError(
                         f"tensor_parallel_size: {count} {name} cannot be split over {ranks} ranks",
                         param="tensor_parallel_size",
                     )
-        pools = [layer.mixer.pools() for layer in self.layers]
+        pools = [layer.pools for layer in self.layers]
         if mtp:
             assert self.mtp is not None
             hidden = Pool("hidden", "activations", "row", (self.hidden_size,), split=None)
-            pools.append((*self.mtp.mixer.pools(), hidden))
+            pools.append((*self.mtp.pools, hidden))
         return CacheLayout.of(pools, ranks)

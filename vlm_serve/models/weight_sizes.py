@@ -331,7 +331,8 @@ def prompt_price(spec: ModelSpec) -> float:
     itself, and the last layer's feed-forward, which otherwise runs for a prompt's last token
     alone."""
     last = UnreadWeights(spec.dtype)
-    spec.layers[-1].feed_forward.load(last, "", spec.hidden_size)
+    for part in spec.layers[-1].feed_forwards:
+        part.load(last, "", spec.hidden_size)
     drafting, whole = UnreadWeights(spec.dtype), UnreadWeights(spec.dtype)
     Predictor(spec, drafting)
     for index, layer in enumerate(spec.layers):

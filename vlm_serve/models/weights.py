@@ -27,7 +27,7 @@ from vlm_serve.models.quantization.float8 import widened
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.system.host_memory import release_freed_memory
 
-_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "backbone.", "")
 _VISION_PREFIXES = (
     *("model.visual.", "visual.", "model.", ""),
     *("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model."),

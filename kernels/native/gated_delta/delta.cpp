@@ -16,9 +16,9 @@ ScratchBuffer& delta_scratch() {
 
 // Advances one head by tokens begin .. begin + n - 1. The state after them goes to `row` unless
 // that is null.
-template <typename T, typename S>
-void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n, HeadState<S>& state,
-                float* scratch, S* row) {
+template <typename T, typename S, bool DELTA>
+void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n,
+                HeadState<S, DELTA>& state, float* scratch, S* row) {
     const int64_t Dk = job.key_dim, Dv = job.value_dim;
     const int64_t key_head = head * job.key_heads / job.value_heads;
     float *qk = scratch, *v = qk + TOKEN_TILE * 2 * Dk, *gates = v + TOKEN_TILE * Dv;
@@ -34,15 +34,19 @@ void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n, HeadSt
         gates[4 * t] = exponential(job.g[(begin + t) * job.value_heads + head]);
         gates[4 * t + 1] = job.beta[(begin + t) * job.value_heads + head];
     }
-    prepare(qk, n, Dk, gates);
+    DELTA ? prepare(qk, n, Dk, gates) : overlap_keys(qk, n, Dk, gates);
     state.advance(n, qk, gates, v, Dv, row);
-    for (int64_t t = 0; t < n; ++t)
-        for (int64_t d = 0; d < Dv; d += LANES)
-            store((T*)job.out + ((begin + t) * job.value_heads + head) * Dv + d,
-                  load(v + t * Dv + d));
+    for (int64_t t = 0; t < n; ++t) {
+        const T* value = (const T*)job.v + (begin + t) * job.v_stride + head * job.v_head;
+        T* out = (T*)job.out + ((begin + t) * job.value_heads + head) * Dv;
+        for (int64_t d = 0; d < Dv; d += LANES) {
+            const Vec o = load(v + t * Dv + d);
+            store(out + d, DELTA ? o : fma(job.skip[head], load(value + d), o));
+        }
+    }
 }
 
-template <typename T, typename S>
+template <typename T, typename S, bool DELTA>
 void delta_head(const Delta& job, int64_t sequence, int64_t head) {
     const Packed& packed = job.packed;
     const int64_t size = job.key_dim * job.value_dim;
@@ -50,10 +54,10 @@ void delta_head(const Delta& job, int64_t sequence, int64_t head) {
     auto row = [&](int64_t index) {
         return index < 0 ? nullptr : (S*)job.states + index * job.state_row_stride + head * size;
     };
-    HeadState<S> state(job.key_dim, job.value_dim, memory);
+    HeadState<S, DELTA> state(job.key_dim, job.value_dim, memory);
     state.begin(row(packed.src_rows[sequence]));
     for_token_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t index) {
-        delta_tile<T, S>(job, head, begin, n, state, memory + size, row(index));
+        delta_tile<T, S, DELTA>(job, head, begin, n, state, memory + size, row(index));
     });
     state.finish(row(packed.dst_rows[sequence]));
 }
@@ -61,7 +65,10 @@ void delta_head(const Delta& job, int64_t sequence, int64_t head) {
 template <typename T>
 void delta_packed(const Delta& job) {
     const int64_t pieces = job.packed.sequences * job.value_heads;
-    const auto head = job.state_type == BFLOAT16 ? delta_head<T, bf16> : delta_head<T, float>;
+    const bool rounded = job.state_type == BFLOAT16;
+    const auto head = job.skip  ? rounded ? delta_head<T, bf16, false> : delta_head<T, float, false>
+                      : rounded ? delta_head<T, bf16, true>
+                                : delta_head<T, float, true>;
     on_all_threads(
         job.packed.threads,
         [&] { delta_scratch().get(delta_scratch_floats(job.key_dim, job.value_dim, 1)); },

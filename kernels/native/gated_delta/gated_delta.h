@@ -1,5 +1,5 @@
-// The gated delta rule, token by token, shared by compiled steps and the op of a single layer. See
-// kernels/gated_delta for the mathematics.
+// The gated delta rule and the recurrence of Mamba2, token by token, shared by compiled steps and
+// the op of a single layer. See kernels/gated_delta for the mathematics.
 #pragma once
 
 #include <type_traits>
@@ -63,14 +63,14 @@ struct StatePart {
 // query read the old state in one pass, and the read of a token shares its pass with the update of
 // the token before:
 // o = decay S'q + (k.q) change
-// change = beta (v - decay S'k)
+// change = beta (v - decay S'k), or beta v without DELTA
 // S = decay S + k change'
 // The state starts as `from`, unless it is `in_scratch` (in `own`) already; a null `from` means
 // zeros. `own` is the working copy, and the last token's state goes to `to` unless that is null. S
 // is the type of the pool: after every token the state is rounded to it. `qk` is [n, 2, key_dim]
 // with queries first, `gates` [n, 4] holds decay, beta and k.q. Every token's change goes to
 // `changes` unless that is null.
-template <int COLUMNS, typename S, typename E>
+template <int COLUMNS, bool DELTA, typename S, typename E>
 void recurrence(StatePart<S> from, bool in_scratch, StatePart<E> own, StatePart<S> to,
                 int64_t key_dim, int64_t tokens, const float* qk, const float* gates, float* v,
                 int64_t v_stride, float* changes, int64_t change_stride) {
@@ -91,7 +91,7 @@ void recurrence(StatePart<S> from, bool in_scratch, StatePart<E> own, StatePart<
             for (int i = 0; i < N; ++i) {
                 const Floats s = old(d, i);
                 if (copy) own.write(d, i, s);
-                from_key[i] = fma(k, s, from_key[i]);
+                if constexpr (DELTA) from_key[i] = fma(k, s, from_key[i]);
                 from_query[i] = fma(q, s, from_query[i]);
             }
         }
@@ -109,7 +109,8 @@ void recurrence(StatePart<S> from, bool in_scratch, StatePart<E> own, StatePart<
 #pragma GCC unroll 8
         for (int i = 0; i < N; ++i) {
             float* value = v + t * v_stride + i * WIDTH;
-            change[i] = beta * fma(-decay, from_key[i], read<Floats>(value));
+            const Floats whole = read<Floats>(value);
+            change[i] = beta * (DELTA ? fma(-decay, from_key[i], whole) : whole);
             const Floats out = fma(decay, from_query[i], overlap * change[i]);
             std::memcpy(value, &out, sizeof out);
             if (changes)
@@ -137,7 +138,7 @@ void recurrence(StatePart<S> from, bool in_scratch, StatePart<E> own, StatePart<
             for (int i = 0; i < N; ++i) {
                 const Floats s = rounded<S>(fma(k, change[i], decay * own.read(d, i)));
                 own.write(d, i, s);
-                from_key[i] = fma(n, s, from_key[i]);
+                if constexpr (DELTA) from_key[i] = fma(n, s, from_key[i]);
                 from_query[i] = fma(q, s, from_query[i]);
             }
         }
@@ -146,7 +147,7 @@ void recurrence(StatePart<S> from, bool in_scratch, StatePart<E> own, StatePart<
 
 // The state of a head throughout a sequence, in parts with memory of their own: the rows of a whole
 // state are so far apart that they would evict each other from the cache. The pool's rows are of S.
-template <typename S>
+template <typename S, bool DELTA = true>
 class HeadState {
   public:
     HeadState() = default;
@@ -168,10 +169,10 @@ class HeadState {
             const StatePart<S> from = part(from_, c), to = part(row, c);
             auto run = [&](const auto& own) {
                 using E = std::remove_pointer_t<decltype(own.at)>;
-                const auto pass = vecs == WIDE_VECS       ? recurrence<WIDE_VECS, S, E>
-                                  : vecs == WIDE_VECS / 2 ? recurrence<WIDE_VECS / 2, S, E>
-                                  : vecs == 2             ? recurrence<2, S, E>
-                                                          : recurrence<1, S, E>;
+                const auto pass = vecs == WIDE_VECS       ? recurrence<WIDE_VECS, DELTA, S, E>
+                                  : vecs == WIDE_VECS / 2 ? recurrence<WIDE_VECS / 2, DELTA, S, E>
+                                  : vecs == 2             ? recurrence<2, DELTA, S, E>
+                                                          : recurrence<1, DELTA, S, E>;
                 pass(from, in_scratch_, own, to, key_dim_, n, qk, gates, v + c, v_stride,
                      changes ? changes + c : nullptr, change_stride);
             };
@@ -233,10 +234,8 @@ inline int64_t delta_scratch_floats(int64_t key_dim, int64_t value_dim, int64_t 
 
 ScratchBuffer& delta_scratch();
 
-// Normalises queries and keys of a tile to unit length, and writes their products to `gates`.
-inline void prepare(float* qk, int64_t n, int64_t key_dim, float* gates) {
-    normalise(qk, n, 2 * key_dim, key_dim, 1.0f / square_root((float)key_dim));
-    normalise(qk + key_dim, n, 2 * key_dim, key_dim, 1.0f);
+// Writes the products of a tile's queries and keys to `gates`.
+inline void overlap_keys(const float* qk, int64_t n, int64_t key_dim, float* gates) {
     for (int64_t t = 0; t < n; ++t) {
         const float* q = qk + 2 * t * key_dim;
         Vec overlap = zero();
@@ -244,6 +243,13 @@ inline void prepare(float* qk, int64_t n, int64_t key_dim, float* gates) {
             overlap = fma(load(q + d), load(q + key_dim + d), overlap);
         gates[4 * t + 2] = sum(overlap);
     }
+}
+
+// Normalises queries and keys of a tile to unit length, and writes their products to `gates`.
+inline void prepare(float* qk, int64_t n, int64_t key_dim, float* gates) {
+    normalise(qk, n, 2 * key_dim, key_dim, 1.0f / square_root((float)key_dim));
+    normalise(qk + key_dim, n, 2 * key_dim, key_dim, 1.0f);
+    overlap_keys(qk, n, key_dim, gates);
 }
 
 }  // namespace vlm

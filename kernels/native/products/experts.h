@@ -34,15 +34,15 @@ inline void choose_experts(float* scores, int64_t experts, int64_t top_k, int64_
 }
 
 // Sigmoids of all experts; then the top_k by sigmoid and `bias` in descending order, with weights
-// whose sum is `scale`: sigmoids over theirs and 1e-6. Overwrites `scores` [experts].
+// whose sum is `scale`: sigmoids over theirs and `floor`. Overwrites `scores` [experts].
 inline void choose_by_sigmoid(float* scores, const float* bias, int64_t experts, int64_t top_k,
-                              float scale, int64_t* ids, float* weights) {
+                              float scale, float floor, int64_t* ids, float* weights) {
     for (int64_t e = 0; e < experts; e += LANES) {
         const int64_t some = std::min<int64_t>(LANES, experts - e);
         store_partial(scores + e, sigmoid(load_partial(scores + e, some)), some);
     }
     const auto rank = [&](int64_t e) { return bias ? scores[e] + bias[e] : scores[e]; };
-    float total = 1e-6f;
+    float total = floor;
     for (int64_t j = 0; j < top_k; ++j) {
         int64_t best = 0;
         for (int64_t e = 1; e < experts; ++e)

@@ -13,6 +13,7 @@ inline Vec fuse(const Vec& sum, const Vec& other) {
     if constexpr (FUSED == SILU) return silu(sum);
     if constexpr (FUSED == GELU) return gelu(sum);
     if constexpr (FUSED == GELU_TANH) return gelu_tanh(sum);
+    if constexpr (FUSED == RELU2) return relu2(sum);
     return sum;
 }
 
@@ -41,9 +42,9 @@ void project_as(const Projection& job) {
 
 template <typename T>
 void project_all(const Projection& job) {
-    void (*const all[])(const Projection&) = {project_as<T, PLAIN>, project_as<T, TIMES>,
-                                              project_as<T, PLUS>,  project_as<T, SILU>,
-                                              project_as<T, GELU>,  project_as<T, GELU_TANH>};
+    void (*const all[])(const Projection&) = {
+        project_as<T, PLAIN>, project_as<T, TIMES>,     project_as<T, PLUS>, project_as<T, SILU>,
+        project_as<T, GELU>,  project_as<T, GELU_TANH>, project_as<T, RELU2>};
     all[job.use](job);
 }
 

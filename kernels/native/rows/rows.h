@@ -38,6 +38,15 @@ inline void gated_norm_row(const X* x, const T* gate, T* out, int64_t width, con
         store(out + c, load(x + c) * scale * load(factors + c) * silu(load(gate + c)));
 }
 
+// The norm of x * silu(gate), which goes to `scratch` first; `out` may be x.
+template <typename T>
+inline void norm_gated_row(const T* x, const T* gate, T* out, int64_t width, const float* factors,
+                           float eps, float* scratch) {
+    for (int64_t c = 0; c < width; c += LANES)
+        store(scratch + c, load(x + c) * silu(load(gate + c)));
+    norm_row(scratch, out, width, factors, eps);
+}
+
 template <typename T>
 inline void times_sigmoid_row(const T* x, const T* gate, T* out, int64_t width) {
     for (int64_t c = 0; c < width; c += LANES)

@@ -82,11 +82,11 @@ def test_every_tensor(spec: Any, tmp_path: Path) -> None:
         checked += 1
     assert checked > len(wanted) // 2
     theirs, ours = read_spec(checkpoint), read_spec(folder)
-    assert ours.layers[0].mixer.pools() == theirs.layers[0].mixer.pools()
+    assert ours.layers[0].mixers[0].pools() == theirs.layers[0].mixers[0].pools()
     for field in ("norm", "rope", "vision", "tied_embeddings", "max_position_embeddings"):
         assert getattr(ours, field) == getattr(theirs, field), field
-    assert [each.feed_forward for each in ours.layers] == [
-        each.feed_forward for each in theirs.layers
+    assert [each.feed_forwards[0] for each in ours.layers] == [
+        each.feed_forwards[0] for each in theirs.layers
     ]
 
 

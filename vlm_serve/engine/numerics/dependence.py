@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Literal, NamedTuple
 
-from vlm_serve.models.parts.feed_forward import Experts
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.options.config import EngineConfig
 
@@ -61,7 +60,7 @@ _BY_NOTHING = {
         norms.triton:gated_rms_norm rope.triton:qk_norm_rope kv_write.triton:rotate_and_write
         kv_write.triton:write_kv elementwise.triton:silu_times elementwise.triton:times_sigmoid
         causal_conv.triton:causal_conv_prefill gated_delta.decoding_triton:gates
-        rope.halves_triton:rotate_halves""",
+        gated_delta.mamba2_triton:step_lengths rope.halves_triton:rotate_halves""",
     "one tile for all rows, with one order over K": "linear.fixed_triton:product",
     "fixed parts of keys, merged in their order": "paged_attention.triton:attention_prefill",
     "a patch reads its own picture": "segment_attention.triton:segment_attention",
@@ -89,7 +88,7 @@ def parts_of(spec: ModelSpec, config: EngineConfig) -> frozenset[Part]:
         # The head and what is not quantised stay plain.
         "plain": True,
         "codes": stored,
-        "experts": any(isinstance(layer.feed_forward, Experts) for layer in spec.layers),
+        "experts": spec.routing is not None,
         "tower": spec.vision is not None,
         "adapters": bool(config.lora_modules) or config.reserve_loras,
         "fla": config.gpu_kernels == "fla",

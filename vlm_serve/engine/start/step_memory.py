@@ -238,7 +238,8 @@ def partial_sums(model: ModelSpec, config: EngineConfig) -> int:
     decodes = max(config.max_num_seqs, captured.draft_rows)
     tokens = max(config.max_num_batched_tokens, captured.prompt)
     kinds = (decodes, 0), (tokens, max(config.max_num_seqs, captured.prompt_logits))
-    return max(layer.mixer.sums_bytes(*kind, keys) for layer in model.layers for kind in kinds)
+    mixers = {mixer for layer in model.layers for mixer in layer.mixers}
+    return max(mixer.sums_bytes(*kind, keys) for mixer in mixers for kind in kinds)
 
 
 def _longest(model: ModelSpec, config: EngineConfig) -> int:

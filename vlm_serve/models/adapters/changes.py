@@ -22,7 +22,10 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": DOWN}
 """Other names of an expert's projections in checkpoints; classes of transformers join them all
 under one name."""
-_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
+_PREFIXES = (
+    *("model.language_model.", "language_model.model.", "model.", "language_model."),
+    "backbone.",
+)
 _TIED, _HEAD = "embed_tokens", "lm_head"
 
 

@@ -55,14 +55,11 @@ def language_model(config: Config, text: Config, feed_forwards: Sequence[FeedFor
     feed-forwards."""
     layers = zip(_mixers(text), feed_forwards, strict=True)
     rope = shared.rope(text, partial=False, sections=False)
-    model = shared.model(config, text, layers, rope, family=CHATML, centred=False, eps="norm_eps")
-    return replace(
-        model,
-        input_norm="operator_norm",
-        post_norm="ffn_norm",
-        last_norm="embedding_norm",
-        tied_embeddings=tied_embeddings(text),
+    norms = ("operator_norm", "ffn_norm")
+    model = shared.model(
+        config, text, layers, rope, family=CHATML, norms=norms, centred=False, eps="norm_eps"
     )
+    return replace(model, last_norm="embedding_norm", tied_embeddings=tied_embeddings(text))
 
 
 def tied_embeddings(config: Config) -> bool:

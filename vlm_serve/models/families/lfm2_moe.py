@@ -31,7 +31,7 @@ def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json."""
     config.expect("norm_topk_prob", True)
     experts, name = shared.experts(config, shared=False), "feed_forward"
-    choice = bool(config.given("use_expert_bias")), config.positive("routed_scaling_factor")
+    choice = bool(config.given("use_expert_bias")), config.positive("routed_scaling_factor"), 1e-6
     routed = replace(
         experts, routed=replace(experts.routed, sigmoids=choice), name=name, parts=lfm2.PARTS
     )

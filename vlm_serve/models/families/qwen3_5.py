@@ -80,4 +80,4 @@ def _predictor(text: Config, feed_forward: FeedForward) -> LayerSpec | None:
     if text.raw.get("mtp_num_hidden_layers") != 1:
         return None
     text.allow("mtp_use_dedicated_embeddings", False)
-    return LayerSpec(shared.attention(text, gated=True), feed_forward)
+    return LayerSpec.of(shared.attention(text, gated=True), feed_forward)

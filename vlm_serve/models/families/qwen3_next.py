@@ -51,5 +51,5 @@ def spec(config: Config) -> ModelSpec:
     rope = shared.rope(config, partial=True, sections=False)
     layers = zip(mixers, feed_forwards, strict=True)
     # Published files hold the tensors of a draft layer, but their configs have no field for it.
-    mtp = LayerSpec(shared.attention(config, gated=True), experts)
+    mtp = LayerSpec.of(shared.attention(config, gated=True), experts)
     return shared.model(config, config, layers, rope, family=QWEN2, mtp=mtp)

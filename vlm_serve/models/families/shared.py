@@ -12,7 +12,7 @@ from vlm_serve.models.parts.attention import QK_NORMS, Attention
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
-from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope, Vision, Yarn, yarn_scale
+from vlm_serve.models.spec import NORMS, LayerSpec, ModelSpec, Rope, Vision, Yarn, yarn_scale
 from vlm_serve.models.vision import VisionSpec
 from vlm_serve.preprocess.text.family import Family
 
@@ -36,6 +36,14 @@ _OLDER, _NEWER = ROTATIONS
 # Older writers call the plain rotation by the positions that it is for. A dynamic one is plain up
 # to max_position_embeddings, which is the context here.
 _KINDS = {"default": "default", "mrope": "default", "dynamic": "default", "yarn": "yarn"}
+
+
+_BLOCKS = {
+    **dict.fromkeys(("M", "mamba"), "linear_attention"),
+    **dict.fromkeys(("*", "attention"), "full_attention"),
+    **{"E": "moe", "-": "mlp"},
+}
+"""Letters and former names of kinds of layers."""
 
 
 def text_section(config: Config) -> Config:
@@ -69,6 +77,22 @@ def layer_types(text: Config, known: Collection[str]) -> list[str]:
         interval = text.size("full_attention_interval")
         full = [(index + 1) % interval == 0 for index in range(count)]
         given = ["full_attention" if attends else "linear_attention" for attends in full]
+    return _known_types(given, known, count)
+
+
+def block_types(text: Config, known: Collection[str], count: int | None = None) -> list[str]:
+    """Return the kinds of all layers, or of the first `count`, as transformers calls them today,
+    whether a file has a list or, as Nemotron-H's, a letter for each."""
+    fields = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    name = next((field for field in fields if text.raw.get(field)), fields[1])
+    given = text.given(name)
+    if not isinstance(given, list | str) or not all(isinstance(kind, str) for kind in given):
+        raise CheckpointError(f"{name} in config.json must be a list of names, not {given!r}")
+    kinds = [_BLOCKS.get(kind, kind) for kind in given]
+    return _known_types(kinds, known, len(kinds) if count is None else count)
+
+
+def _known_types(given: list[str], known: Collection[str], count: int) -> list[str]:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise CheckpointError(
@@ -183,6 +207,7 @@ def model(
     rotation: Rope,
     *,
     family: Family,
+    norms: tuple[str, str] = NORMS,
     centred: bool = True,
     eps: str = "rms_norm_eps",
     tower: Vision | None = None,
@@ -196,6 +221,7 @@ def model(
         layers: mixers and feed-forwards, in their order.
         rotation: of queries and keys.
         family: conventions of tokenizer and chat template.
+        norms: names of a layer's norms.
         centred: see `Norm`.
         eps: the field of its `eps`.
         tower: the vision tower, if there is one.
@@ -205,7 +231,7 @@ def model(
         hidden_size=text.size("hidden_size"),
         vocab_size=text.size("vocab_size"),
         max_position_embeddings=context(text, rotation),
-        layers=tuple(LayerSpec(*parts) for parts in layers),
+        layers=tuple(LayerSpec.of(*parts, norms) for parts in layers),
         norm=Norm(text.positive(eps), centred=centred),
         rope=rotation,
         tied_embeddings=tied_embeddings(config, text),
@@ -297,6 +323,12 @@ def rope(text: Config, *, partial: bool, sections: bool, interleaved: bool = Tru
     if not sized or not fits or not (interleaved or sum(axes) == dims // 2):
         raise CheckpointError(f"mrope_section {list(axes)} does not fit {dims} dims")
     return Rope(theta, dims, (axes[0], axes[1], axes[2]), yarn, interleaved)
+
+
+def unrotated(text: Config) -> Rope:
+    """Return the rotation of models whose attention has no positions: by angles of 0."""
+    dims = text.size("head_dim")
+    return Rope(1.0, dims, (dims // 2, 0, 0), turning=False)
 
 
 def context(text: Config, rotation: Rope) -> int:

@@ -100,8 +100,8 @@ struct ExpertsOf {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < run.tokens; ++t) {
             if (op.sigmoid)
-                choose_by_sigmoid(scores(t), op.bias, op.experts, op.top_k, (float)op.scale, ids(t),
-                                  weights(t));
+                choose_by_sigmoid(scores(t), op.bias, op.experts, op.top_k, (float)op.scale,
+                                  (float)op.floor, ids(t), weights(t));
             else
                 choose_experts(scores(t), op.experts, op.top_k, ids(t), weights(t));
             if (step.expert_ids)
@@ -118,17 +118,20 @@ struct ExpertsOf {
         const Strided<float> shared_results{routed(n * op.top_k), op.hidden};
 #pragma omp single
         assignment.make(ids(first), n * op.top_k, op.experts);
-        ExpertLowRank gate{run, op.gate_up_sites, 2, 0, first, op.top_k},
-            up{run, op.gate_up_sites, 2, 1, first, op.top_k},
+        const int64_t each = op.ungated ? 1 : 2;
+        ExpertLowRank gate{run, op.gate_up_sites, each, 0, first, op.top_k},
+            up{run, op.gate_up_sites, each, 1, first, op.top_k},
             down{run, op.down_sites, 1, 0, first, op.top_k};
         auto of_place = [&](int64_t place) { return x(first + place / op.top_k); };
         gate.template compute<T>(assignment, of_place);
-        up.template compute<T>(assignment, of_place);
+        if (!op.ungated) up.template compute<T>(assignment, of_place);
         for_experts<T>(
-            assignment, op.gate_up, 2, run.memory.scheduler, of_place,
+            assignment, op.gate_up, each, run.memory.scheduler, of_place,
             [&](int64_t expert, const Panels& panels, const int64_t* places, Workspace& own) {
-                const Weight* pair = op.gate_up + 2 * expert;
+                const Weight* pair = op.gate_up + each * expert;
                 const auto to = [&](int64_t r) { return hidden(places[r]); };
+                if (op.ungated)
+                    return square_panels<T>(pair[0], panels, own, to, gate.of(expert, places));
                 gate_panels<T>(pair[0], pair[1], panels, own, to, gate.of(expert, places),
                                up.of(expert, places), 0);
             });

@@ -63,6 +63,8 @@ void perform(const Run& run, const Product& op) {
             return to(StoreResults<T, T, gelu>{run.rows<T>(op.out)});
         case STORE_GELU_TANH:
             return to(StoreResults<T, T, gelu_tanh>{run.rows<T>(op.out)});
+        case STORE_RELU2:
+            return to(StoreResults<T, T, relu2>{run.rows<T>(op.out)});
     }
 }
 
@@ -107,6 +109,19 @@ void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Wor
                                   silu(rounded<T>(load(gated + c))) * rounded<T>(load(ups + c)));
                     });
     });
+}
+
+// Computes relu2(up . x), see gate_panels.
+template <typename T, typename Out, typename Added>
+void square_panels(const Weight& up, const Panels& panels, Workspace& own, const Out& out,
+                   const Added& changes) {
+    for_results(up, panels, own.operand, own.results_of(0),
+                [&](int64_t r, int64_t column, auto count, const float* ups) {
+                    float sums[PANEL];
+                    ups = changes.apply(r, column, ups, sums);
+                    for (int64_t c = 0; c < count; c += LANES)
+                        store(out(r) + column + c, relu2(rounded<T>(load(ups + c))));
+                });
 }
 
 template <typename T>

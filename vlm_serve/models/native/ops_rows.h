@@ -71,6 +71,18 @@ void perform(const Run& run, const Sigmoid& op) {
 }
 
 template <typename T>
+void perform(const Run& run, const GateNorm& op) {
+    const Strided<T> x = run.rows<T>(op.x), gate = run.rows<T>(op.gate), out = run.rows<T>(op.out);
+    float* scratch = delta_scratch().get(op.width);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < run.tokens * op.groups; ++i) {
+        const int64_t t = i / op.groups, first = i % op.groups * op.width;
+        norm_gated_row(x(t) + first, gate(t) + first, out(t) + first, op.width, op.factors + first,
+                       (float)op.eps, scratch);
+    }
+}
+
+template <typename T>
 void perform(const Run& run, const Features& op) {
     const Step& step = run.step;
     const Strided<float> out = run.rows<float>(op.out);

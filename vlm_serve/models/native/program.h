@@ -31,6 +31,8 @@ enum Kind : int64_t {
     NARROW = 16,      // Narrow
     SQUARES = 17,     // Squares
     SHORT_CONV = 18,  // ShortConv
+    SCAN = 19,        // Scan
+    GATE_NORM = 20,   // GateNorm
 };
 
 // A view of a buffer, one row per token: elements from `column` on, rows `stride` elements apart.
@@ -76,6 +78,7 @@ enum Destination : int64_t {
     SHARED = 4,           // float32, to this rank's slot, [tokens, columns]
     STORE_GELU = 5,       // to `out`, after gelu
     STORE_GELU_TANH = 6,  // to `out`, after gelu_tanh
+    STORE_RELU2 = 7,      // to `out`, after relu2
 };
 
 // `site` numbers the places where adapters change a product, from 1 on; 0 for none.
@@ -106,15 +109,38 @@ struct DeltaNet {
     Updates updates;  // of this layer; without pools for updates, none are saved or folded
 };
 
-// A causal convolution between two products by element: a row of x holds b, c and v of all
-// channels, and `out` is c * (bias + sum of taps * (b * v)). Strides of the pools are in elements.
+// A causal convolution: `out` is the SiLU of (bias + sum of taps * x). Or, with `products`, one
+// between two products by element: a row of x holds b, c and v of all channels, and `out` is c *
+// (bias + sum of taps * (b * v)). Strides of the pools are in elements.
 struct ShortConv {
     View x, out;
-    int64_t channels, taps;
+    int64_t channels, taps, products;
     int64_t tail_stride, input_stride;  // between rows of the pools
     const float *conv, *bias;           // [taps, channels]; [channels], or null
     void* tails;                        // first row of this layer, [channels, taps - 1]
     void* inputs;                       // of updates of this layer, [channels]; null without pools
+};
+
+// The recurrence of Mamba2. A row of x holds x, B and C of all heads and groups, one of `raw` the
+// length of each head's step before its bias; `out` is [heads, head_dim]. A length is at least
+// `low` and at most `high`. Strides of the pools are in elements.
+struct Scan {
+    View x, raw, out;
+    int64_t heads, groups, state_dim, head_dim;
+    int64_t state_stride;                     // between rows of the pool
+    int64_t state_type;                       // FLOAT32 or BFLOAT16
+    const float *neg_decay, *dt_bias, *skip;  // [heads] each
+    void* states;  // first row of this layer, [heads, state_dim, head_dim]
+    double low, high;
+    Updates updates;  // of this layer, see DeltaNet; their inputs are ShortConv's
+};
+
+// The norm of x * silu(gate), in groups of adjacent elements.
+struct GateNorm {
+    View x, gate, out;
+    int64_t groups, width;  // of a group
+    const float* factors;   // [groups, width]
+    double eps;
 };
 
 // Normalises, if there are norms, and rotates the heads of queries (in place) and keys (into their
@@ -185,6 +211,7 @@ struct Experts {
     View x, scores, shared, out;
     int64_t experts, top_k, hidden, index;  // `index` of this layer in the step's expert ids
     const Weight *gate_up, *down;           // gate and up of expert 0, of expert 1, ...
+    int64_t ungated;  // 1: `gate_up` has one weight an expert, up, and relu2 follows it
     Weight shared_down;
     int64_t apart;        // 1: the results go to this rank's slot instead, [tokens, hidden]
     int64_t shared_site;  // of `shared_down`
@@ -192,6 +219,7 @@ struct Experts {
     int64_t sigmoid;    // 1: experts are chosen by sigmoids, see `choose_by_sigmoid`
     const float* bias;  // [experts] of that choice, or null
     double scale;       // of its weights
+    double floor;       // added to their divisor
 
     bool has_shared() const { return shared_down.columns > 0; }
 };

@@ -1,4 +1,4 @@
-// The short convolution of a step: a stretch of channels of one sequence.
+// A causal convolution of a step: a stretch of channels of one sequence.
 #pragma once
 
 #include <algorithm>
@@ -60,11 +60,13 @@ class Stretch {
     // Each product is rounded to T, as where it is stored between two operations.
     void token(int64_t t, int64_t c, Vec* window, int64_t update) {
         const T* own = x_(t) + c;
-        const Vec input = rounded<T>(load(own) * load(own + 2 * op_.channels));
+        const Vec input =
+            op_.products ? rounded<T>(load(own) * load(own + 2 * op_.channels)) : load(own);
         const Vec total = convolve_token(input, op_.conv + c, op_.bias ? op_.bias + c : nullptr,
                                          op_.channels, history_, window);
         if (update >= 0) store(inputs(update) + c, input);
-        store(out_(t) + c, load(own + op_.channels) * rounded<T>(total));
+        store(out_(t) + c,
+              op_.products ? load(own + op_.channels) * rounded<T>(total) : silu(total));
     }
 
     const ShortConv& op_;

@@ -8,6 +8,7 @@
 #include "ops_mixers.h"
 #include "ops_patches.h"
 #include "ops_rows.h"
+#include "scan.h"
 #include "short_conv.h"
 
 namespace vlm {
@@ -53,6 +54,10 @@ void perform(Run& run, const Op& op) {
             return perform<T>(run, *(const Squares*)op.args);
         case SHORT_CONV:
             return perform<T>(run, *(const ShortConv*)op.args);
+        case SCAN:
+            return perform<T>(run, *(const Scan*)op.args);
+        case GATE_NORM:
+            return perform<T>(run, *(const GateNorm*)op.args);
     }
 }
 
@@ -84,6 +89,11 @@ ScratchSizes prepare(Run& run) {
     for_kind<DeltaNet>(program, DELTA_NET, [&](const DeltaNet& op) {
         sizes.delta = std::max(sizes.delta, delta_heads_scratch_floats(op));
     });
+    for_kind<Scan>(program, SCAN, [&](const Scan& op) {
+        sizes.delta = std::max(sizes.delta, delta_scratch_floats(op.state_dim, op.head_dim, 1));
+    });
+    for_kind<GateNorm>(program, GATE_NORM,
+                       [&](const GateNorm& op) { sizes.delta = std::max(sizes.delta, op.width); });
     return sizes;
 }
 

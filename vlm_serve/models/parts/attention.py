@@ -48,7 +48,8 @@ class Attention(Mixer):
     """Sizes. `gated`: the output is multiplied by the sigmoid of a gate, whose rows follow the
     query's of each head in the checkpoint. `bias`: of queries, keys and values; `out_bias`: of the
     output. `name` is the prefix of its tensors' names; `norms` are those of queries and of keys
-    within it, if their heads have norms, `out` of the output projection."""
+    within it, if their heads have norms, `out` of the output projection. `scale` is the factor of
+    scores; None: `head_dim ** -0.5`."""
 
     heads: int
     kv_heads: int
@@ -59,6 +60,12 @@ class Attention(Mixer):
     name: str = "self_attn"
     norms: tuple[str, str] | None = QK_NORMS
     out: str = "o_proj"
+    scale: float | None = None
+
+    @property
+    def factor(self) -> float:
+        """The factor of scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def queries(self) -> int:
@@ -184,7 +191,7 @@ class LoadedAttention(LoadedMixer):
     ) -> torch.Tensor:
         """Attend from one kind of tokens; `gate`: theirs, if there is one. Return
         `[T, heads * D]`."""
-        scale = self.sizes.head_dim**-0.5
+        scale = self.sizes.factor
         if isinstance(meta, VerifyMeta):
             return attention_verify(q, cache, meta, *gate, scale=scale).flatten(1)
         if isinstance(meta, DecodeMeta):
@@ -225,7 +232,7 @@ class LoadedAttention(LoadedMixer):
             out=mixed,
             pages=pages,
             first_key=program.first_key,
-            scale=sizes.head_dim**-0.5,
+            scale=sizes.factor,
             **shape,
         )
         if sizes.gated:

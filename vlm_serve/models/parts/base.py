@@ -31,11 +31,11 @@ class Norm:
 class Routing:
     """The number of routed experts, and of those that each token uses. `sigmoids`: they are chosen
     by sigmoids instead of a softmax; (whether the checkpoint has biases of that choice, the sum of
-    the weights)."""
+    the weights, what is added to their divisor)."""
 
     num_experts: int
     top_k: int
-    sigmoids: tuple[bool, float] | None = None
+    sigmoids: tuple[bool, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,16 @@ class Step:
                 first += meta.num_tokens
 
 
-def load_norm(source: Weights, name: str, size: int, norm: Norm) -> torch.Tensor:
+def load_norm(
+    source: Weights, name: str, size: int, norm: Norm, divisor: float = 1.0
+) -> torch.Tensor:
     """Load a norm's `[size]` weights in the kernels' convention: a weight of 0 means a factor of
-    1."""
+    1. `divisor`: of its results."""
     weight = source.tensor(f"{name}.weight", (size,))
+    if norm.centred and divisor == 1.0:
+        return weight
     # In float32, because a bfloat16 minus one may not be a bfloat16.
-    return weight if norm.centred else weight.float() - 1.0
+    return (weight.float() + float(norm.centred)) / divisor - 1.0
 
 
 def rows_of(items: range, width: int) -> tuple[range, ...]:

@@ -1,6 +1,8 @@
-"""Feed-forward parts: a gated MLP, and routed experts with or without a shared one.
+"""Feed-forward parts: an MLP, and routed experts with or without a shared one, each with gates or
+without.
 
-Numerics follow transformers' Qwen3_5MLP and Qwen3_5MoeSparseMoeBlock.
+Numerics follow transformers' Qwen3_5MLP and Qwen3_5MoeSparseMoeBlock; without gates those of
+NemotronHMLP and NemotronHMoE.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import Addends, Sigmoids
+from vlm_serve.kernels.moe.reference import Addends, Sigmoids, has_gates
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.parts.base import (
@@ -30,6 +32,9 @@ from vlm_serve.models.program import Program, UnsupportedError
 from vlm_serve.models.weights import Weights
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
+UNGATED = ("up_proj", "down_proj")
+Parts = tuple[str, str, str] | tuple[str, str]
+"""Names of gate, up and down; of up and down without a gate."""
 
 
 def stacked_experts(device: torch.device) -> bool:
@@ -40,28 +45,38 @@ def stacked_experts(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mlp(FeedForward):
-    """`down(silu(gate(x)) * up(x))`. `name` is the prefix of its tensors' names within a layer,
-    `parts` are those of gate, up and down within it."""
+    """`down(silu(gate(x)) * up(x))`, or without a gate `down(max(up(x), 0) ** 2)`. `name` is the
+    prefix of its tensors' names within a layer, `parts` are those within it; gate and up of one
+    name are one tensor, the gate's rows first."""
 
     size: int
     name: str = "mlp"
-    parts: tuple[str, str, str] = PARTS
+    parts: Parts = PARTS
 
     def columns_to_split(self) -> Mapping[str, int]:
         return {"columns of the feed-forward": self.size}
 
-    def load(self, source: Weights, layer: str, hidden: int) -> LoadedMlp:
-        name, rows = f"{layer}.{self.name}", (source.ranks.share(self.size),)
-        wide = (self.size, hidden)
-        gate, up = (
-            Part(f"{name}.{part}.weight", wide, rows, least_bits=4) for part in self.parts[:2]
+    def load(self, source: Weights, layer: str, hidden: int) -> LoadedMlp | LoadedUngatedMlp:
+        name, share = f"{layer}.{self.name}", source.ranks.share(self.size)
+        *wide, last = self.parts
+        joined = len(wide) - len(set(wide))
+        parts = [
+            Part(
+                f"{name}.{part}.weight",
+                ((1 + joined) * self.size, hidden),
+                (range(first + share.start, first + share.stop),),
+                least_bits=4,
+            )
+            for part, first in zip(wide, (0, joined * self.size), strict=False)
+        ]
+        joint = len(parts) == 1 or stacked_experts(source.device)
+        loaded = [source.linear(*parts)] if joint else list(map(source.linear, parts))
+        down = OutputProjection.load(
+            source, Part(f"{name}.{last}.weight", (hidden, self.size), least_bits=4)
         )
-        down = Part(f"{name}.{self.parts[2]}.weight", (hidden, self.size), least_bits=4)
-        if stacked_experts(source.device):
-            inner, other = source.linear(gate, up), None
-        else:
-            inner, other = source.linear(gate), source.linear(up)
-        return LoadedMlp(inner, other, OutputProjection.load(source, down))
+        if len(parts) == 1:
+            return LoadedUngatedMlp(loaded[0], down)
+        return LoadedMlp(loaded[0], None if joint else loaded[1], down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +104,39 @@ class LoadedMlp(LoadedFeedForward):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedUngatedMlp(LoadedFeedForward):
+    """Weights without a gate."""
+
+    up: Linear
+    down: OutputProjection
+
+    def apply(self, x: Normed, residual: torch.Tensor, step: Step) -> tuple[torch.Tensor, None]:
+        deterministic, changes = step.deterministic, step.changes
+        hidden = self.up(x.rows, activation="relu2", deterministic=deterministic, changes=changes)
+        return self.down(hidden, residual, step), None
+
+    def lower(self, program: Program) -> None:
+        program.check_whole(intermediate_size=self.up.columns)
+        hidden = program.view("hidden", self.up.columns)
+        program.product(self.up, program.normed, hidden, "STORE_RELU2")
+        self.down.lower(program, hidden)
+
+
+@dataclass(frozen=True, slots=True)
 class Experts(FeedForward):
-    """Experts of `size`, and a shared one of `shared`, 0 for none. `transposed`: checkpoints
-    store the routed experts' columns as rows. `parts` are the names of an expert's gate, up and
-    down, where checkpoints hold them apart."""
+    """Experts of `size`, and a shared one of `shared` with a gate of its own, 0 for none.
+    `transposed`: checkpoints store the routed experts' columns as rows. `parts` are the names of an
+    expert's weights, where checkpoints hold them apart; two without gates, see `Mlp`. `router` is
+    the name of the router, `bias` that of the biases of its choice."""
 
     routed: Routing
     size: int
     shared: int
     transposed: bool = False
     name: str = "mlp"
-    parts: tuple[str, str, str] = PARTS
+    parts: Parts = PARTS
+    router: str = "gate"
+    bias: str = "expert_bias"
 
     @property
     def routing(self) -> Routing:
@@ -111,17 +148,19 @@ class Experts(FeedForward):
     def load(self, source: Weights, layer: str, hidden: int) -> LoadedExperts:
         name, count = f"{layer}.{self.name}", self.routing.num_experts
         gate_up, down = self._parts(source, f"{name}.experts", hidden)
-        router = [Part(f"{name}.gate.weight", (count, hidden))]
+        router = [Part(f"{name}.{self.router}.weight", (count, hidden))]
         shared = None
         if self.shared:
             router.append(Part(f"{name}.shared_expert_gate.weight", (1, hidden)))
-            shared = Mlp(self.shared, "shared_expert").load(source, name, hidden)
+            loaded = Mlp(self.shared, "shared_expert").load(source, name, hidden)
+            assert isinstance(loaded, LoadedMlp)
+            shared = loaded
         sigmoids = None
         if self.routing.sigmoids is not None:
-            biased, scale = self.routing.sigmoids
-            bias = f"{name}.expert_bias"
+            biased, *numbers = self.routing.sigmoids
+            bias = f"{name}.{self.bias}"
             of_choice = source.tensor(bias, (count,), dtype=torch.float32) if biased else None
-            sigmoids = Sigmoids(of_choice, scale)
+            sigmoids = Sigmoids(of_choice, *numbers)
         stacked, shard = stacked_experts(source.device), shard_of_inputs(source)
         sites = (0, 0)
         if stacked:
@@ -144,10 +183,13 @@ class Experts(FeedForward):
         """Return gate and up of every expert (the rank's share), and down of every expert;
         checkpoints hold them in one tensor, or expert by expert."""
         size, count, share = self.size, self.routing.num_experts, source.ranks.share(self.size)
-        if f"{name}.gate_up_proj" in source:
-            both = self._stored(source, f"{name}.gate_up_proj", (count, 2 * size, hidden))
+        *wide, last = self.parts
+        stacked = "gate_up_proj" if len(wide) == 2 else "up_proj"
+        if f"{name}.{stacked}" in source:
+            both = self._stored(source, f"{name}.{stacked}", (count, len(wide) * size, hidden))
             down = self._stored(source, f"{name}.down_proj", (count, hidden, size))
-            halves = (share, range(size + share.start, size + share.stop))
+            firsts = range(0, len(wide) * size, size)
+            halves = [range(first + share.start, first + share.stop) for first in firsts]
             return (
                 [
                     replace(both, rows=(half,), index=expert)
@@ -160,10 +202,10 @@ class Experts(FeedForward):
             [
                 Part(f"{name}.{expert}.{part}.weight", (size, hidden), (share,), least_bits=4)
                 for expert in range(count)
-                for part in self.parts[:2]
+                for part in wide
             ],
             [
-                Part(f"{name}.{expert}.{self.parts[2]}.weight", (hidden, size), least_bits=4)
+                Part(f"{name}.{expert}.{last}.weight", (hidden, size), least_bits=4)
                 for expert in range(count)
             ],
         )
@@ -255,6 +297,7 @@ class LoadedExperts(LoadedFeedForward):
         if self.sigmoids is not None:
             bias = self.sigmoids.bias
             more["sigmoid"], more["scale"] = 1, self.sigmoids.scale
+            more["floor"] = self.sigmoids.floor
             more["bias"] = None if bias is None else program.vector(bias)
         program.emit(
             "Experts",
@@ -266,6 +309,7 @@ class LoadedExperts(LoadedFeedForward):
             top_k=self.routing.top_k,
             hidden=down[0].columns,
             index=program.next_expert_layer(self.routing.top_k),
+            ungated=int(not has_gates(gate_up, down)),
             gate_up=program.weights(gate_up),
             down=program.weights(down),
             gate_up_sites=program.sites(gate_up),

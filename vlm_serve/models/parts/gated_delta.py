@@ -151,6 +151,13 @@ class StateLayer:
     updates: Updates | None = None
 
 
+def state_layer(pools: Mapping[str, torch.Tensor]) -> StateLayer:
+    """Return a layer's view of its pools, see `GatedDelta.pools`."""
+    names = ("keys", "changes", "decays", "inputs")
+    pool = {name: pools[f"update_{name}"] for name in names if f"update_{name}" in pools}
+    return StateLayer(pools["conv"], pools["recurrent"], Updates(**pool) if pool else None)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedGatedDelta(LoadedMixer):
     """One product, `in_proj`, computes query, key, value, z, b and a, in this order."""
@@ -165,10 +172,7 @@ class LoadedGatedDelta(LoadedMixer):
     eps: float
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> StateLayer:
-        names = ("keys", "changes", "decays", "inputs")
-        pool = {name: pools[f"update_{name}"] for name in names if f"update_{name}" in pools}
-        updates = Updates(**pool) if pool else None
-        return StateLayer(pools["conv"], pools["recurrent"], updates)
+        return state_layer(pools)
 
     def apply(
         self,
@@ -251,14 +255,14 @@ class LoadedGatedDelta(LoadedMixer):
             tails=cache.conv.data_ptr(),
             states=cache.recurrent.data_ptr(),
             eps=self.eps,
-            **_updates_record(cache),
+            **updates_record(cache),
         )
         if last:
             program.keep(mixed, sizes.values)
         self.out_proj.lower(program, mixed)
 
 
-def _updates_record(cache: StateLayer) -> dict[str, object]:
+def updates_record(cache: StateLayer) -> dict[str, object]:
     """Return the record of compiled code's updates, if they have pools."""
     updates = cache.updates
     if updates is None or not updates.decays.shape[0]:

@@ -143,6 +143,7 @@ class LoadedShortConv(LoadedMixer):
             out=mixed,
             channels=self.channels,
             taps=taps,
+            products=1,
             tail_stride=cache.tails.stride(0),
             input_stride=0 if inputs is None else inputs.stride(0),
             conv=program.vector(self.conv.T),

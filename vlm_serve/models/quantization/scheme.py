@@ -33,7 +33,7 @@ _PLAIN_BITS = 16
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _PLACES = ("quantization_config", "compression_config", "quantization")
 _USUALLY_DENSE = re.compile(
-    r"(.*\.)?(visual|embed_tokens|lm_head|score|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
+    r"(.*\.)?(visual|embed_tokens|lm_head|score|conv1d|gate|router|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
 )
 """Modules that are dense in published checkpoints, whether their lists include them or not."""
 

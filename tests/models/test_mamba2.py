@@ -1,0 +1,153 @@
+"""A model of Mamba2 layers: a prompt cut anywhere, drafted tokens, and ranks give what it gives in
+one piece, token by token and alone. What transformers computes: `test_new_architecture.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from model_driver import Driver, Sequence_, text_sequence
+from patchwork import MAMBA2, SERVED, write_checkpoint
+from rank_threads import on_ranks
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.ranks import ALONE, Ranks
+from vlm_serve.models import load_model, read_spec
+from vlm_serve.models.registry import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+MOST = 5
+ONE = {"mamba_groups": 1}
+TOKENS = random.Random(0).choices(range(384), k=90)
+ROWS = ("recurrent", "conv")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "patchwork", SERVED)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def driver_of(
+    path: Path,
+    compiled: bool = True,
+    ranks: Ranks = ALONE,
+    dtype: torch.dtype = torch.float32,
+    state: torch.dtype = torch.float32,
+) -> Driver:
+    model = load_model(path, dtype, "cpu", compiled=compiled, ranks=ranks)
+    driver = Driver(model, ranks=ranks.size, most_drafts=MOST, deterministic=True, state=state)
+    if compiled:
+        model.compile_steps(driver.caches)
+    return driver
+
+
+def rows(driver: Driver, one: Sequence_) -> list[torch.Tensor]:
+    return [driver.caches[pool][one.row] for pool in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("groups", "dtype", "state"),
+    [
+        (1, torch.float32, torch.float32),
+        (2, torch.float32, torch.bfloat16),
+        (2, torch.bfloat16, torch.float32),
+    ],
+)
+def test_a_prompt_cut_anywhere_has_the_bits_of_the_whole(
+    tmp_path: Path, groups: int, dtype: torch.dtype, state: torch.dtype
+) -> None:
+    """In slices of any length beside other prompts, and token by token at the end."""
+    path = write_checkpoint(tmp_path, MAMBA2 | {"mamba_groups": groups})
+    driver = driver_of(path, dtype=dtype, state=state)
+    whole, cut, draw = text_sequence(TOKENS), text_sequence(TOKENS[:80]), random.Random(1)
+    expected, kept = driver.take_row(), driver.take_row()
+    logits = driver.step(prefills=[(whole, 0, 90)], snapshots=[(whole, 80, expected)]).logits
+    found, at = [], 0
+    while at < 80:
+        end = min(80, at + draw.randint(1, 30))
+        other = text_sequence(draw.choices(range(384), k=draw.randint(1, 20)))
+        company = [(other, 0, len(other.tokens))] if draw.random() < 0.5 else []
+        last = [(cut, 80, kept)] if end == 80 else []
+        step = driver.step(prefills=[*company, (cut, at, end)], snapshots=last)
+        found.append(step.logits[at - end :])
+        at = end
+    for token in TOKENS[80:]:
+        cut.tokens.append(token)
+        found.append(driver.step(decodes=[cut]).logits)
+    assert torch.equal(torch.cat(found), logits)
+    for pool in ROWS:
+        assert torch.equal(driver.caches[pool][kept], driver.caches[pool][expected])
+    assert all(map(torch.equal, rows(driver, cut), rows(driver, whole)))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_drafts_leave_what_decoding_leaves(tmp_path: Path, compiled: bool) -> None:
+    """With other drafts that do not hold behind those that do, of two sequences at once."""
+    driver, draw = driver_of(write_checkpoint(tmp_path, MAMBA2 | ONE), compiled), random.Random(2)
+    verified = [text_sequence(TOKENS[:n]) for n in (20, 33)]
+    decoded = [text_sequence(one.tokens) for one in verified]
+    for both in (verified, decoded):
+        driver.step(prefills=[(one, 0, len(one.tokens)) for one in both])
+    pending = [0, 0]
+    for _ in range(4):
+        hold = [draw.randint(1, MOST) for _ in verified]
+        drafts, expected = [], []
+        for one, other, before, count in zip(verified, decoded, pending, hold, strict=True):
+            at = len(other.tokens)
+            one.tokens[at:] = draw.choices(range(384), k=draw.randint(count, MOST))
+            drafts.append((one, at, before))
+            for token in one.tokens[at : at + count]:
+                other.tokens.append(token)
+                expected.append(driver.step(decodes=[other]).logits)
+        logits, first, found = driver.step(drafts=drafts).logits, 0, []
+        for (one, at, _), count in zip(drafts, hold, strict=True):
+            found.append(logits[first : first + count])
+            first += len(one.tokens) - at
+        near(torch.cat(found), torch.cat(expected), exact=compiled)
+        pending = hold
+    for one, other, count in zip(verified, decoded, pending, strict=True):
+        driver.fold(one, count)
+        for ours, theirs in zip(rows(driver, one), rows(driver, other), strict=True):
+            near(ours, theirs, exact=compiled)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, *, exact: bool) -> None:
+    """Compiled steps have one arithmetic; products of torch may depend on the number of rows."""
+    if exact:
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranks_share_groups(tmp_path: Path, compiled: bool) -> None:
+    path = write_checkpoint(tmp_path, MAMBA2 | {"expert_size": 64})
+    read_spec(path)  # imports what threads cannot import at the same time
+
+    def logits(ranks: Ranks) -> torch.Tensor:
+        driver, one = driver_of(path, compiled, ranks), text_sequence(TOKENS[:50])
+        ranks.begin(1)
+        return torch.cat([driver.prefill(one, splits=(20,)), driver.step(decodes=[one]).logits])
+
+    alone, (shared, _) = logits(ALONE), on_ranks(2, logits)
+    assert isinstance(shared, torch.Tensor), shared
+    torch.testing.assert_close(shared, alone, rtol=1e-3, atol=1e-3)
+
+
+def test_one_group_is_not_shared(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, MAMBA2 | ONE)
+    with pytest.raises(ConfigError, match="1 groups of Mamba2 heads cannot be split over 2 ranks"):
+        read_spec(path).cache_layout(2)
