@@ -173,8 +173,11 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     )
 
 
-def frame_video_config(directory: Path | str) -> FrameVideoConfig | None:
-    """Return the config of a video processor like Qwen2-VL's; see `video_config`."""
+def frame_video_config(
+    directory: Path | str, pixels: tuple[int, int] | None = None
+) -> FrameVideoConfig | None:
+    """Return the config of a video processor like Qwen2-VL's; see `video_config`. `pixels`: of a
+    frame, whatever the files say."""
     raw = _video_fields(directory)
     if not raw:
         return None
@@ -184,7 +187,7 @@ def frame_video_config(directory: Path | str) -> FrameVideoConfig | None:
     sampled = bool(raw.get("do_sample_frames"))
     return FrameVideoConfig(
         **_shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD),
-        **_bounds(raw, 128 * 28 * 28, 28 * 28 * 768),
+        **_bounds({} if pixels else raw, *(pixels or (128 * 28 * 28, 28 * 28 * 768))),
         sample_fps=float(fps) if sampled and fps is not None else None,
         num_frames=num_frames,
         min_frames=int(raw.get("min_frames", 4)),

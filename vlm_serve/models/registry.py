@@ -19,6 +19,7 @@ from vlm_serve.models.config import Changes, Config, read_json
 from vlm_serve.models.files import INDEX_FILE, SIDECAR, other_weights, weight_files
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
+from vlm_serve.preprocess.text.family import answering_part
 
 _SECTION = "vision_config"
 _log = logging.getLogger(__name__)
@@ -85,6 +86,13 @@ FAMILIES = {
         "Qwen3-VL 30B-A3B, 235B-A22B", _QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True
     ),
     "cosmos3_omni": Served("Cosmos3 reasoners", _QWEN3_VL, "Cosmos3OmniConfig", state=False),
+    "qwen3_omni_moe": Served(
+        "Qwen3-Omni 30B-A3B, its thinker",
+        _QWEN3_VL,
+        "Qwen3OmniMoeThinkerConfig",
+        state=False,
+        experts=True,
+    ),
     "qwen3_next": _Text(
         "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         _QWEN3_NEXT,
@@ -130,13 +138,16 @@ PARTS = {
     "qwen2_vl_text": _Text("", _QWEN2_VL, "Qwen2VLTextConfig", state=False),
     "qwen2_5_vl_text": _Text("", _QWEN2_VL, "Qwen2_5_VLTextConfig", state=False),
     "qwen3_vl_moe_text": _Text("", _QWEN3_VL, "Qwen3VLMoeTextConfig", state=False, experts=True),
+    "qwen3_omni_moe_thinker": Served(
+        "", _QWEN3_VL, "Qwen3OmniMoeThinkerConfig", state=False, experts=True
+    ),
 }
-"""Language models that trainers save without the tower that all published ones have."""
+"""Parts of models that trainers save without the others that all published ones have."""
 
 
 KINDS = {
     "audio; take Qwen3-VL": """audio_config enable_audio_output minicpmo qwen2_5_omni qwen2_audio
-        qwen3_asr qwen3_omni qwen3_omni_moe voxtral""",
+        qwen3_asr voxtral""",
     "Mamba's recurrence; take Qwen3.5": """mamba_d_conv mamba_d_state mamba_num_heads bamba jamba
         falcon_h1 granitemoehybrid mamba mamba2 nemotron_h nemotron_h_omni zamba zamba2""",
     "short convolutions beside other parts; take LFM2": "conv_L_cache conv lfm3 lfm3_vl",
@@ -196,7 +207,8 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
 
 def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec:
     """Return the model described by the content of a config.json; raises as `read_spec`."""
-    raw = _named_as_text(changes.apply(raw))
+    changes = replace(changes, fields=answering_part(changes.fields))
+    raw = _named_as_text(changes.apply(answering_part(raw)))
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES | PARTS:
         raise CheckpointError(_unknown(raw))
