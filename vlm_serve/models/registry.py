@@ -19,6 +19,7 @@ from vlm_serve.models.config import Changes, Config, read_json
 from vlm_serve.models.files import INDEX_FILE, SIDECAR, other_weights, weight_files
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.weights import HEAD_NAMES
 from vlm_serve.preprocess.text.family import answering_part
 
 _SECTION = "vision_config"
@@ -193,6 +194,7 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
     spec = _without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
+    spec = _with_stored_head(spec, path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -281,6 +283,16 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     _tell(path)
     config = {name: value for name, value in spec.config.items() if name != _SECTION}
     return replace(spec, vision=None, config=config)
+
+
+def _with_stored_head(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Return the model with the head that its files have if config.json does not tie embeddings
+    itself: some classes of transformers tie them by default, but not beside a head of its own."""
+    sections = [spec.config, spec.config.get("text_config") or {}]
+    silent = all("tie_word_embeddings" not in section for section in sections)
+    if not (spec.tied_embeddings and silent) or set(HEAD_NAMES).isdisjoint(tensor_names(path)):
+        return spec
+    return replace(spec, tied_embeddings=False)
 
 
 def tensor_names(path: Path) -> Collection[str]:

@@ -33,7 +33,7 @@ _VISION_PREFIXES = (
     *("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model."),
     "vision_tower.",
 )
-_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "thinker.lm_head.weight")
+HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "thinker.lm_head.weight")
 _log = logging.getLogger(__name__)
 _LEFT = re.compile(r".*\b((mtp|lm_head|audio_tower|talker|code2wav)\.|\w+_scale$).*|.*\.inv_freq")
 """Tensors that are left unread with reason: of drafts, tied heads, quantised activations, hearing
@@ -113,7 +113,7 @@ class Weights:
 
     def head_name(self) -> str:
         """Return the name of the output projection of a model without tied embeddings."""
-        for name in _HEAD_NAMES:
+        for name in HEAD_NAMES:
             if name in self._files or self._format(name) is not None:
                 return name
         raise CheckpointError("the checkpoint has no lm_head.weight and does not tie embeddings")
