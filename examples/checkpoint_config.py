@@ -132,8 +132,11 @@ def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vision(spec: CheckpointSpec) -> dict[str, Any]:
+    kind = f"{spec.model_type.replace(spec.family, spec.kin)}_vision"
+    if spec.family == "qwen3_omni":
+        kind = f"{spec.model_type}_vision_encoder"
     vision = {
-        "model_type": f"{spec.model_type.replace(spec.family, spec.kin)}_vision",
+        "model_type": kind,
         "depth": spec.vision_depth,
         "hidden_size": spec.vision_hidden_size,
         "intermediate_size": spec.vision_intermediate_size,

@@ -146,6 +146,7 @@ def write_tokenizer_files(
     kind: str = "Qwen3_5Tokenizer",
     processor: str | None = "Qwen3VLProcessor",
     named: Mapping[str, str] | None = None,
+    bare: bool = False,
 ) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `path`.
 
@@ -153,11 +154,11 @@ def write_tokenizer_files(
         max_length: the model's context, in tokens.
         kind: transformers' class.
         processor: transformers' class; None if the model takes no media.
-        named: further special tokens by their names in that class. The processor, not the
-            template, puts them around media.
+        named: further special tokens by their names in that class.
+        bare: the processor, not the template, puts tokens around media.
     """
     tokenizer.save(str(path / "tokenizer.json"))
-    template = CHAT_TEMPLATE if named is None else BARE_CHAT_TEMPLATE
+    template = BARE_CHAT_TEMPLATE if bare else CHAT_TEMPLATE
     for name, pad in (("context_image_token", "image"), ("video_token", "video")):
         template = template.replace(f"<|{pad}_pad|>", (named or {}).get(name, f"<|{pad}_pad|>"))
     (path / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -12,6 +12,7 @@ FAMILIES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_vl": "Qwen3VL",
     "cosmos3_omni": "Cosmos3Omni",
+    "qwen3_omni": "Qwen3Omni",
     "qwen3_next": "Qwen3Next",
     "qwen3": "Qwen3",
     "qwen2": "Qwen2",
@@ -38,6 +39,7 @@ class CheckpointSpec:
     - `vision_depth = 0` makes a text-only model (Qwen3-Next, Qwen3 and Qwen2 always are, models
       named after vision never).
     - Qwen2 and its vision models have heads of `hidden_size / attention_heads` and no experts.
+    - Qwen3-Omni's thinker always is a mixture of experts.
     - Qwen3-VL and Qwen3 have no Gated DeltaNet layers and no shared experts. Only Qwen3-VL has
       `deepstack_features`.
     - Experts are in every `sparse_step`-th layer after the first `dense_layers`, but in all layers
@@ -153,8 +155,15 @@ class CheckpointSpec:
 
     @property
     def kin(self) -> str:
-        """The family whose parts it has: Cosmos3's reasoner is Qwen3-VL."""
-        return "qwen3_vl" if self.family == "cosmos3_omni" else self.text_family or self.family
+        """The family whose parts it has: Cosmos3's reasoner and Qwen3-Omni's thinker are
+        Qwen3-VL."""
+        same = self.family in ("cosmos3_omni", "qwen3_omni")
+        return "qwen3_vl" if same else self.text_family or self.family
+
+    @property
+    def experts_apart(self) -> bool:
+        """True if every expert has tensors of its own."""
+        return self.family in ("qwen3_next", "qwen3", "qwen3_omni")
 
     @property
     def older(self) -> bool:
@@ -198,6 +207,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}")
     if spec.family == "qwen3_next" and (spec.vision_depth or not spec.num_experts):
         raise ValueError("qwen3_next has num_experts and no vision_depth")
+    if spec.family == "qwen3_omni" and not spec.num_experts:
+        raise ValueError("qwen3_omni has num_experts")
     if spec.family in ("qwen3", "qwen2") and spec.vision_depth:
         raise ValueError(f"{spec.family} has no vision_depth")
     if (spec.text_family in ("qwen3", "qwen2")) != (spec.family == "internvl"):
@@ -253,6 +264,7 @@ SMALL_SPECS = {
     "qwen3_5": CheckpointSpec(),
     "qwen3_vl": CheckpointSpec(family="qwen3_vl", vision_depth=3),
     "cosmos3_omni": CheckpointSpec(family="cosmos3_omni", vision_depth=3),
+    "qwen3_omni": CheckpointSpec(family="qwen3_omni", num_experts=8, vision_depth=3, patch_size=16),
     "qwen3_next": CheckpointSpec(family="qwen3_next", num_experts=8, vision_depth=0),
     "qwen3": CheckpointSpec(family="qwen3", vision_depth=0),
     "qwen2": CheckpointSpec(family="qwen2", vision_depth=0, head_dim=16),

@@ -3,6 +3,7 @@
     python examples/make_checkpoint.py /tmp/tiny --hidden-size 64 --num-layers 4
     python examples/make_checkpoint.py /tmp/tiny-moe --num-experts 8 --experts-per-token 2
     python examples/make_checkpoint.py /tmp/tiny-vl --family qwen3_vl
+    python examples/make_checkpoint.py /tmp/tiny-omni --family qwen3_omni
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
     python examples/make_checkpoint.py /tmp/tiny-qwen3 --family qwen3
     python examples/make_checkpoint.py /tmp/tiny-qwen25-vl --family qwen2_5_vl
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import checkpoint_internvl
+import checkpoint_omni
 import checkpoint_qwen2
 import torch
 from checkpoint_config import full_config, text_config
@@ -68,8 +70,11 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     texts = sample_text(4 * spec.vocab_size, spec.seed)
     named = TILE_NAMES if spec.tiled else NAMED_TOKENS if spec.sliced else None
     places = TILE_TOKENS if spec.tiled else ()
+    bare = named is not None or spec.family == "internvl"
     if spec.family == "internvl":
         named, places = checkpoint_internvl.NAMED_TOKENS, ()
+    elif spec.family == "qwen3_omni":
+        named = checkpoint_omni.NAMED_TOKENS
     more = [*(named or {}).values(), *places]
     tokenizer = build_tokenizer(texts, spec.vocab_size, split, more)
     write_tokenizer_files(
@@ -79,6 +84,7 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
         kind=kind,
         processor=_processor(spec),
         named=named,
+        bare=bare,
     )
     write_generation_config(path, tokenizer)
     config = text_config(spec) | {"eos_token_id": token_id(tokenizer, "<|endoftext|>")}
@@ -96,14 +102,18 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
     elif spec.vision_depth:
         if spec.older:
             checkpoint_qwen2.write_processors(path, spec)
+        elif spec.family == "qwen3_omni":
+            checkpoint_omni.write_processors(path, spec)
         else:
             write_processor_files(path, _media_shape(spec))
         config = full_config(spec, config) | media_token_ids(tokenizer)
+        if spec.family == "qwen3_omni":
+            config = checkpoint_omni.fields(spec, config, tokenizer)
     weights: Mapping[str, torch.Tensor] = _Drawn(spec)
     if spec.quantization:
         kind, group = spec.quantization, spec.group_size
         config["quantization_config"] = quantization_config(weights, kind, group)
-        transposed = spec.kin == "qwen3_vl"
+        transposed = spec.kin == "qwen3_vl" and not spec.experts_apart
         weights = quantise_weights(weights, kind, group, transposed=transposed)
     write_json(path / "config.json", config)
     _write_weights(path, weights, spec.shards)
@@ -113,7 +123,7 @@ def make_checkpoint(path: Path | str, spec: CheckpointSpec | None = None) -> Pat
 def _processor(spec: CheckpointSpec) -> str | None:
     if not spec.vision_depth:
         return None
-    named = spec.sliced or spec.tiled or spec.older
+    named = spec.sliced or spec.tiled or spec.older or spec.family == "qwen3_omni"
     return f"{spec.architecture}Processor" if named else "Qwen3VLProcessor"
 
 

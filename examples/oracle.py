@@ -113,10 +113,15 @@ def model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     prepare_models()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    multimodal = hasattr(AutoConfig.from_pretrained(str(path)), "vision_config")
-    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(str(path))
+    config = getattr(config, "thinker_config", config)  # of a model that speaks as well
+    loader = (
+        AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    )
     with _without_fla():  # for models whose code is imported only now
-        return loader.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa").eval()
+        return loader.from_pretrained(
+            str(path), config=config, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
 
 
 @torch.no_grad()

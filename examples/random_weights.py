@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import checkpoint_internvl
 import checkpoint_mamba
 import checkpoint_minicpm
+import checkpoint_omni
 import checkpoint_qwen2
 import torch
 from checkpoint_entries import Entry, layer_norm, projection
@@ -32,6 +33,8 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
             name = name.removeprefix("model.language_model.").removeprefix("model.visual.")
             for plain, other in _DIFFUSERS.items():
                 name = name.replace(f".self_attn.{plain}.", f".self_attn.{other}.")
+        elif spec.family == "qwen3_omni":
+            name = checkpoint_omni.name(name)
         yield name, shape, rule
 
 
@@ -110,11 +113,11 @@ def _dense(layer: str, spec: CheckpointSpec, part: str = "mlp", size: int = 0) -
 
 
 def _experts(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
-    """Yield the experts: one fused tensor, transposed in Qwen3-VL; one per expert in Qwen3-Next and
-    Qwen3."""
+    """Yield the experts: one fused tensor, transposed in Qwen3-VL; one per expert in Qwen3-Next,
+    Qwen3 and Qwen3-Omni."""
     hidden, count, size = spec.hidden_size, spec.num_experts, spec.moe_intermediate_size
     yield f"{layer}.mlp.gate.weight", (count, hidden), "router"
-    if spec.family in ("qwen3_next", "qwen3"):
+    if spec.experts_apart:
         for expert in range(count):
             yield from _dense(layer, spec, f"mlp.experts.{expert}", size)
     elif spec.kin == "qwen3_vl":

@@ -72,7 +72,7 @@ class Expander:
 
     def positions(
         self, expansion: Expansion, known: KnownPrompt | None = None
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, float]:
         """See `mrope_positions`."""
         return mrope_positions(len(expansion.token_ids), expansion.spans, known)
 
@@ -173,7 +173,7 @@ class Expander:
             )
         )
 
-    def _time(self, record: MediaRecord, patch: int) -> int:
+    def _time(self, record: MediaRecord, patch: int) -> float:
         """Return the positions between a video's first temporal patch and this one."""
         return 0
 
@@ -215,23 +215,32 @@ class TimedExpander(Expander):
     def __init__(self, tokenizer: Tokenizer, vision: VisionTokens, rate: float | None) -> None:
         super().__init__(tokenizer, vision)
         self._rate = rate
+        self._fractions = tokenizer.family.positions == "seconds"
 
     def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
         assert not text
         for patch in range(record.grid[0]):
             self._add_span(out, record, item, patch)
 
-    def _time(self, record: MediaRecord, patch: int) -> int:
+    def positions(
+        self, expansion: Expansion, known: KnownPrompt | None = None
+    ) -> tuple[torch.Tensor, float]:
+        ids, spans = expansion.token_ids, expansion.spans
+        return mrope_positions(len(ids), spans, known, fractions=self._fractions)
+
+    def _time(self, record: MediaRecord, patch: int) -> float:
         if self._rate is None or not patch:
             return patch
-        # In float32, as the reference rounds.
-        return int(np.float32(patch) * (np.float32(self._rate) * np.float32(record.times[1])))
+        # In float32 and in this order, as the references round.
+        place, rate, step = map(np.float32, (patch, self._rate, record.times[1]))
+        return float(place * step * rate) if self._fractions else int(place * (rate * step))
 
     def _identity(self, record: MediaRecord, patch: int) -> bytes:
         """Return the content hash; behind a video's first patch, hash the time with it: the same
         frames at another rate have other positions."""
         time, known = self._time(record, patch), record.hashes[patch]
-        return hasher_of(_TIMED_DOMAIN, content=known, time=time).digest() if patch else known
+        named = time if isinstance(time, int) else time.hex()
+        return hasher_of(_TIMED_DOMAIN, content=known, time=named).digest() if patch else known
 
 
 def _misplaced() -> InvalidRequestError:
@@ -272,21 +281,23 @@ def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     return next((at for at, (mine, other) in pairs if mine != other), min(len(first), len(second)))
 
 
-def _known_positions(
-    positions: npt.NDArray[np.int64], known: KnownPrompt | None
-) -> tuple[int, int]:
+def _known_positions(positions: npt.NDArray[Any], known: KnownPrompt | None) -> tuple[int, Any]:
     """Copy known positions; return the number of tokens that have some, and the next position."""
     if known is None or known.positions is None:
         return 0, 0
     at = known.tokens
     positions[:, :at] = known.positions[:, :at].numpy()
     # An end of turn is text, which counts up on all axes alike.
-    return at, int(positions[0, at - 1]) + 1
+    return at, positions[0, at - 1].item() + 1
 
 
 def mrope_positions(
-    length: int, spans: Sequence[MediaSpan], known: KnownPrompt | None = None
-) -> tuple[torch.Tensor, int]:
+    length: int,
+    spans: Sequence[MediaSpan],
+    known: KnownPrompt | None = None,
+    *,
+    fractions: bool = False,
+) -> tuple[torch.Tensor, float]:
     """Compute the positions of every token on the three axes, and the offset of generated tokens.
 
     Follows transformers' `Qwen3_5Model.get_rope_index` for a prompt whose videos are split at their
@@ -295,32 +306,34 @@ def mrope_positions(
 
     Args:
         known: a prompt that this one continues.
+        fractions: times may be fractions, and text goes on behind the last patch's time if that is
+            later, as in `Qwen3OmniMoeThinkerForConditionalGeneration.get_rope_index`.
 
     Returns:
-        int64 `[3, length]`, and the position of the next text token minus the length: as in
-        transformers' `generate`, an answer has the positions that its text has in a prompt, also
-        where a video's last patch is later than the text behind it.
+        int64 `[3, length]`, float64 with `fractions`, and the position of the next text token minus
+        the length: as in transformers' `generate`, an answer has the positions that its text has in
+        a prompt, also where a video's last patch is later than the text behind it.
     """
     # NumPy instead of torch: every torch operation releases the GIL, and on a busy server
     # reacquiring it takes longer than this whole function.
-    positions = np.empty((3, length), dtype=np.int64)
+    positions = np.empty((3, length), dtype=np.float64 if fractions else np.int64)
     at, position = _known_positions(positions, known)
     origin = position
     for span in spans[bisect_left(spans, at, key=lambda span: span.start) :]:
         text = span.start - at
-        positions[:, at : span.start] = np.arange(position, position + text)
+        positions[:, at : span.start] = position + np.arange(text)
         if text or not span.patch:
             origin = position = position + text
         rows, columns = span.grid[1] // span.merge_size, span.grid[2] // span.merge_size
         positions[0, span.start : span.end] = origin + span.time
-        positions[1, span.start : span.end] = np.arange(origin, origin + rows).repeat(columns)
-        positions[2, span.start : span.end].reshape(rows, columns)[:] = np.arange(
-            origin, origin + columns
-        )
+        positions[1, span.start : span.end] = origin + np.arange(rows).repeat(columns)
+        positions[2, span.start : span.end].reshape(rows, columns)[:] = origin + np.arange(columns)
         # As in the reference: take the longer side first, then divide by the merge size.
         position = origin + max(span.grid[1], span.grid[2]) // span.merge_size
+        if fractions:
+            position = max(position, origin + span.time + 1)
         at = span.end
-    positions[:, at:] = np.arange(position, position + length - at)
+    positions[:, at:] = position + np.arange(length - at)
     return torch.from_numpy(positions), position - at
 
 
@@ -388,7 +401,7 @@ class SliceExpander(Expander):
 
     def positions(
         self, expansion: Expansion, known: KnownPrompt | None = None
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, float]:
         if not self._on_canvas:
             return mrope_positions(len(expansion.token_ids), ())
         around, slices = self._vision, self._slices
@@ -455,7 +468,7 @@ class TileExpander(Expander):
 
     def positions(
         self, expansion: Expansion, known: KnownPrompt | None = None
-    ) -> tuple[torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, float]:
         return mrope_positions(len(expansion.token_ids), ())
 
     def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
@@ -532,7 +545,7 @@ def _position_rate(family: Family, config: Mapping[str, Any]) -> float | None:
     if family.position_rate is None:
         return None
     name, default = family.position_rate
-    rate = config["vision_config"].get(name, default)
+    rate = config["vision_config"].get(name, config.get(name, default))
     if type(rate) not in (int, float) or not 0 < rate < _MOST_RATE:
         raise CheckpointError(f"{name} in config.json must be a positive number, not {rate!r}")
     return float(rate)

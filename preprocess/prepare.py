@@ -45,7 +45,7 @@ from vlm_serve.preprocess.media.raw_index import RawIndex, UploadRecords
 from vlm_serve.preprocess.reading.conversation import CacheWishes, Conversation, MediaPart, Modality
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.turns import fit_systems
-from vlm_serve.preprocess.text.family import Family
+from vlm_serve.preprocess.text.family import Family, answering_part
 from vlm_serve.preprocess.text.known_pieces import KnownPieces
 from vlm_serve.preprocess.text.known_turns import KnownTurns
 from vlm_serve.preprocess.text.marks import places_of, token_places
@@ -133,7 +133,7 @@ class Preprocessor:
         marks_cut: bool = True,
     ) -> None:
         if config is None:
-            config = read_json(Path(directory) / "config.json")
+            config = answering_part(read_json(Path(directory) / "config.json"))
         self.tokenizer = Tokenizer(directory, family, max_tokens, generation, config)
         self.known_text = KnownText(self.tokenizer, known_text_bytes)
         self.block_size = block_size

@@ -47,6 +47,22 @@ _QWEN3_VL_MOE: Shapes = {
         family="qwen3_vl", num_experts=6, num_layers=6, sparse_step=2, dense_layers=2, seed=12
     ),
 }
+_QWEN3_OMNI: Shapes = {
+    "omni": CheckpointSpec(
+        family="qwen3_omni", vision_depth=3, num_experts=8, patch_size=16, seed=34
+    ),
+    "omni, tied, one kv head, dense layers": CheckpointSpec(
+        family="qwen3_omni",
+        num_experts=6,
+        num_layers=6,
+        sparse_step=2,
+        dense_layers=2,
+        kv_heads=1,
+        patch_size=16,
+        tied_embeddings=True,
+        seed=35,
+    ),
+}
 _QWEN3_NEXT: Shapes = {
     "next": CheckpointSpec(family="qwen3_next", vision_depth=0, num_experts=8, seed=13),
     "next, three value heads, dense layers": CheckpointSpec(
@@ -271,6 +287,7 @@ FAMILIES: dict[str, Shapes] = {
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
     "cosmos3_omni": _COSMOS3,
+    "qwen3_omni_moe": _QWEN3_OMNI,
     "qwen3_next": _QWEN3_NEXT,
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,

@@ -10,6 +10,7 @@ import av
 import numpy as np
 import oracle
 import PIL.Image
+import torch
 
 
 def _fetch_videos(urls: Any, sample_indices_fn: Any = None) -> Any:
@@ -62,6 +63,8 @@ def inputs(
             "sanitize_control_tokens": sanitize,
             "processor_kwargs": processor_kwargs or {},
         }
+    if hasattr(found, "audio_token"):
+        template_kwargs["processor_kwargs"] |= {"return_metadata": True}
     output: dict[str, Any] = found.apply_chat_template(
         messages,
         tools=tools,
@@ -72,4 +75,9 @@ def inputs(
         return_tensors="pt",
         **template_kwargs,
     )
+    if "video_second_per_grid" in output:
+        # The processor takes a rate of the call instead, one for all videos.
+        rates = [each.sampled_fps for each in output.pop("video_metadata")]
+        frames = found.video_processor.temporal_patch_size
+        output["video_second_per_grid"] = torch.tensor([frames / rate for rate in rates])
     return output

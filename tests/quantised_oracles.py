@@ -49,6 +49,8 @@ def dequantised(path: Path, target: Path) -> Path:
         else:
             inside = "weight" in {name.split("_")[0] for name in own} or "qweight" in own
             plain[f"{module}.weight" if inside else module] = read(own, fields, module).float()
+            if "bias" in own:
+                plain[f"{module}.bias"] = own["bias"].float()
     config["dtype"] = "float32"
     (target / "config.json").write_text(json.dumps(config))
     if "moe" in config["model_type"]:

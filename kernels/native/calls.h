@@ -98,7 +98,7 @@ int64_t vlm_times_sigmoid(const vlm::Rows* rows, const vlm::Rows* gates, int64_t
 int64_t vlm_silu_times(const vlm::Rows* gates, const vlm::Rows* rows, int64_t bits);
 int64_t vlm_norm_rope(const vlm::Rows* rows, const float* factors, const float* cos,
                       const float* sin, int64_t half, double eps, int64_t bits);
-int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
+int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const double* positions,
                       const float* inv_freq, const int32_t* axis, double scale, float* cos,
                       float* sin);
 

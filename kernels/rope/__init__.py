@@ -38,7 +38,7 @@ def mrope_cos_sin(
     """Compute cosine and sine of every token's angles, once per step for all layers.
 
     Args:
-        positions: int64 `[3, T]`: temporal, height and width position.
+        positions: int64, or float64 with fractions, `[3, T]`: temporal, height and width position.
         inv_freq: float32 `[rot / 2]`.
         sections: number of frequencies of (temporal, height, width).
         scale: factor of cosines and sines.
@@ -50,7 +50,7 @@ def mrope_cos_sin(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    check_tensor("positions", positions, (3, None), (torch.int64,), inv_freq.device)
+    check_tensor("positions", positions, (3, None), (torch.int64, torch.float64), inv_freq.device)
     check_tensor("inv_freq", inv_freq, (None,), (torch.float32,), inv_freq.device)
     if len(sections) != 3:
         raise KernelArgumentError("sections", "expected three sizes")

@@ -36,7 +36,7 @@ def mrope_cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, half = positions.shape[1], inv_freq.shape[0]
     cos, sin = torch.empty(tokens, half), torch.empty(tokens, half)
-    positions = positions.contiguous()
+    positions = positions.double().contiguous()
     call(
         "vlm_rotations",
         tokens,

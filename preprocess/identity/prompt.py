@@ -40,8 +40,8 @@ class MediaSpan:
     """Patches per side that form one token."""
     pixels: bytes = b""
     """The hash of its pixels alone, which names its embeddings; empty: the content hash."""
-    time: int = 0
-    """Positions between the first temporal patch of its video and this one."""
+    time: float = 0
+    """Positions, mostly an int, between the first temporal patch of its video and this one."""
 
 
 class UnconfirmedError(MediaError):
@@ -119,9 +119,11 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     positions: torch.Tensor
-    """int64 `[3, len]`: temporal, height and width position of every token."""
-    rope_delta: int
-    """The position of a generated token at index i is `i + rope_delta` on all three axes."""
+    """int64 `[3, len]`: temporal, height and width position of every token; float64 where a time
+    gives fractions."""
+    rope_delta: float
+    """The position of a generated token at index i is `i + rope_delta` on all three axes; an int,
+    unless positions are float64."""
     keys: PromptKeys
     """Block keys, tail keys and cut points (docs/architecture.md#identity)."""
     spans: tuple[MediaSpan, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from vlm_serve.preprocess.media.processors import (
     video_config,
 )
 from vlm_serve.preprocess.reading.conversation import MediaPart
-from vlm_serve.preprocess.text.family import Family, family_of
+from vlm_serve.preprocess.text.family import Family, answering_part, family_of
 from vlm_serve.preprocess.text.tokenizer import read_json
 
 
@@ -89,7 +90,11 @@ def find_processors(
                 f"config.json it is {factor!r}"
             )
     elif family.slice_start is None:
-        read = video_config if family.timestamp else frame_video_config
+        read = (
+            video_config
+            if family.timestamp
+            else partial(frame_video_config, pixels=family.frame_pixels)
+        )
         images, videos = image_config(directory), read(directory)
         read_image, read_video = image_options, video_options
     else:
@@ -108,7 +113,7 @@ def processor_fingerprint(directory: Path | str, config: Mapping[str, Any] | Non
     """Return 32 bytes that name the checkpoint's media processors and their settings; `config`:
     see `Preprocessor`."""
     if config is None:
-        config = read_json(Path(directory) / "config.json")
+        config = answering_part(read_json(Path(directory) / "config.json"))
     if not config.get("vision_config"):
         return fingerprint(None, None)
     family = family_of(str(config.get("model_type", "")))

@@ -396,7 +396,8 @@ def _lay_out_slices(
     cut, slice_shape, factor = None, (0, 0), config.patch_size * options.merge_size
     if options.max_slices > 1:
         cut = slice_grid(height, width, max_slices=options.max_slices, side=config.side)
-    size = whole_size(height, width, side=config.side, factor=factor, enlarge=cut is None)
+    enlarge = cut is None and config.enlarges
+    size = whole_size(height, width, side=config.side, factor=factor, enlarge=enlarge)
     if cut is not None:
         slice_shape = slice_size(height, width, cut, side=config.side, factor=factor)
     return PictureLayout(modality, size, options.merge_size, config, cut, slice_shape)

@@ -173,8 +173,11 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     )
 
 
-def frame_video_config(directory: Path | str) -> FrameVideoConfig | None:
-    """Return the config of a video processor like Qwen2-VL's; see `video_config`."""
+def frame_video_config(
+    directory: Path | str, pixels: tuple[int, int] | None = None
+) -> FrameVideoConfig | None:
+    """Return the config of a video processor like Qwen2-VL's; see `video_config`. `pixels`: of a
+    frame, whatever the files say."""
     raw = _video_fields(directory)
     if not raw:
         return None
@@ -184,7 +187,7 @@ def frame_video_config(directory: Path | str) -> FrameVideoConfig | None:
     sampled = bool(raw.get("do_sample_frames"))
     return FrameVideoConfig(
         **_shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD),
-        **_bounds(raw, 128 * 28 * 28, 28 * 28 * 768),
+        **_bounds({} if pixels else raw, *(pixels or (128 * 28 * 28, 28 * 28 * 768))),
         sample_fps=float(fps) if sampled and fps is not None else None,
         num_frames=num_frames,
         min_frames=int(raw.get("min_frames", 4)),
@@ -345,12 +348,14 @@ class SliceConfig(PictureConfig):
         side: pictures and slices are resized to about the area of a square of this side, in pixels.
         downsample: patches per side that become one token, unless the request overrides it.
         numbered: put a number before each picture.
+        enlarges: enlarge a small picture to that area.
     """
 
     max_slices: int
     side: int
     downsample: int
     numbered: bool
+    enlarges: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,7 +490,13 @@ def slice_image_config(directory: Path | str, mode: str = "16x") -> SliceConfig 
     not supported.
     """
     raw = _image_fields(directory)
-    return SliceConfig(**_slice_fields(raw, directory, mode)) if raw else None
+    if not raw:
+        return None
+    # MiniCPM-OCR's processor may size pictures by their letters, which takes OpenCV.
+    upsize = raw.get("small_image_upsize", "always")
+    if upsize not in ("always", "never"):
+        raise _unsupported("small_image_upsize", upsize, "always", "never")
+    return SliceConfig(**_slice_fields(raw, directory, mode), enlarges=upsize == "always")
 
 
 def slice_video_config(directory: Path | str, mode: str = "16x") -> SliceVideoConfig | None:
@@ -506,9 +517,6 @@ def _slice_fields(raw: Mapping[str, Any], directory: Path | str, mode: str) -> d
     shared = _shared_fields(raw, patch_size=14, mean=_HALF, std=_HALF)
     if not shared["do_resize"]:
         raise _unsupported("do_resize", False, True)
-    # MiniCPM-OCR's processor may size pictures by their letters, which takes OpenCV.
-    if raw.get("small_image_upsize", "always") != "always":
-        raise _unsupported("small_image_upsize", raw["small_image_upsize"], "always")
     mode = raw.get("downsample_mode", mode)
     if mode not in MERGES:
         raise _unsupported("downsample_mode", mode, *MERGES)

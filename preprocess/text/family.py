@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -24,8 +25,10 @@ class Family:
         vision_start, vision_end: the tokens around them, likewise.
         timestamp: the text before a video's temporal patch, formatted with its seconds; "": none,
             patches follow each other, and their positions tell the time.
-        position_rate: where positions tell it, the field of `vision_config` with the positions of a
-            second and its default; None: each patch is one position later than the one before.
+        position_rate: where positions tell it, the field of `vision_config`, or beside it, with the
+            positions of a second, and its default; None: each patch is one position later than
+            the one before.
+        frame_pixels: bounds of a video frame's pixels, whatever files say; None: the files'.
         slice_start, slice_end: the tokens around a slice's placeholders; None for families without
             slices.
         id_start, id_end: the tokens around a picture's number, likewise.
@@ -34,8 +37,10 @@ class Family:
             and before the whole picture behind them; None for families without tiles; "": no
             tokens, and a picture without tiles is squeezed into a square.
         downsample: `downsample_mode` of pictures in slices where files name none.
-        positions: "mrope": a span is a grid of its own; "count": all tokens count up one by one,
-            media too; "canvas": a picture's slices lie side by side, under the whole picture.
+        positions: "mrope": a span is a grid of its own; "seconds": likewise, but times are not
+            rounded, and text goes on behind a late one too; "count": all tokens, also of media,
+            count up one by one; "canvas": a picture's slices lie side by side, under the whole
+            picture.
     """
 
     split: str | None = None
@@ -46,6 +51,7 @@ class Family:
     vision_end: str = "<|vision_end|>"
     timestamp: str = "<{:.1f} seconds>"
     position_rate: tuple[str, int] | None = None
+    frame_pixels: tuple[int, int] | None = None
     slice_start: str | None = None
     slice_end: str | None = None
     id_start: str | None = None
@@ -54,7 +60,7 @@ class Family:
     tile: str | None = None
     thumbnail: str | None = None
     downsample: str = "16x"
-    positions: Literal["mrope", "count", "canvas"] = "mrope"
+    positions: Literal["mrope", "seconds", "count", "canvas"] = "mrope"
 
 
 CHATML = Family()
@@ -72,6 +78,12 @@ QWEN2 = Family(
 )
 QWEN2_VL = replace(QWEN2, timestamp="")
 QWEN2_5_VL = replace(QWEN2_VL, position_rate=("tokens_per_second", 4))
+QWEN3_OMNI = replace(
+    QWEN2_VL,
+    position_rate=("position_id_per_seconds", 25),
+    frame_pixels=(128 * 32 * 32, 768 * 32 * 32),
+    positions="seconds",
+)
 QWEN3_5 = Family(
     split=(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -122,6 +134,7 @@ _FAMILIES = {
     "qwen3_vl": QWEN2,
     "cosmos3_omni": QWEN2,
     "qwen3_next": QWEN2,
+    "qwen3_omni": QWEN3_OMNI,
     "qwen3": QWEN2,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen2_vl": QWEN2_VL,
@@ -140,6 +153,16 @@ def family_of(model_type: str) -> Family:
     """Return the default family for a model type."""
     known = (family for name, family in _FAMILIES.items() if model_type.startswith(name))
     return next(known, CHATML)
+
+
+def answering_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with the fields of the part that answers in text among its own: of a
+    model that speaks as well, only the thinker is served."""
+    thinker = config.get("thinker_config")
+    if not isinstance(thinker, Mapping):
+        return config
+    inner = {name: value for name, value in thinker.items() if name != "model_type"}
+    return {name: value for name, value in config.items() if name != "thinker_config"} | inner
 
 
 def begins_in_thought(prompt: str, *, continued: bool) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 
 from vlm_serve.errors import CheckpointError, ContextLengthError, InvalidRequestError
-from vlm_serve.preprocess.text.family import Family, family_of
+from vlm_serve.preprocess.text.family import Family, answering_part, family_of
 from vlm_serve.system.foreign_files import foreign
 
 # Long texts are counted in pieces of this size before they are encoded as a whole.
@@ -85,7 +85,7 @@ class Tokenizer:
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
         if model_config is None:
-            model_config = read_json(directory / "config.json")
+            model_config = answering_part(read_json(directory / "config.json"))
         self.family = family or family_of(str(model_config.get("model_type", "")))
         self._max_tokens = max_tokens
         self.backend = _load_backend(directory, config, self.family.split)

@@ -87,3 +87,29 @@ def test_an_answer_behind_a_late_patch_equals_transformers(
     expected = reference(checkpoint, asked, 8)
     assert output.token_ids[:8] == expected.token_ids[:8]
     assert (logits[:8] - expected.logits[:8]).abs().max() < 1e-4
+
+
+def test_positions_with_fractions(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, SPECS["omni"])
+    record(tmp_path / "late.mp4", frames(9, 40, 48), 1)
+    config = EngineConfig(dtype="float32", block_size=16, cache_memory="64MiB")
+
+    def at_rate(rate: float) -> list[dict[str, Any]]:
+        return [say("x", clip(frames(4, 64, 64), fps=rate, num_frames=-1), "What?")]
+
+    with Pipeline(path, config) as pipe:
+        asked = [say("x", clip(str(tmp_path / "late.mp4")))]
+        output, logits = cold(pipe, asked)
+        expected = reference(path, asked, 8)
+        assert output.token_ids[:8] == expected.token_ids[:8]
+        assert (logits[:8] - expected.logits[:8]).abs().max() < 1e-4
+        later = [*asked, {"role": "assistant", "content": output.text}, say("And then?")]
+        more, own = answer(pipe, later)
+        assert more.usage.cached_tokens >= len(output.prompt_token_ids) - 16
+        again, others = cold(pipe, later)
+        assert more.token_ids == again.token_ids and own.equal(others)
+        wanted, logits = cold(pipe, at_rate(7.0))
+        cold(pipe, at_rate(3.0))
+        output, own = answer(pipe, at_rate(7.0))
+        assert 0 < output.usage.cached_tokens < len(output.prompt_token_ids) - 100
+        assert output.token_ids == wanted.token_ids and own.equal(logits)

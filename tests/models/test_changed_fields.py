@@ -26,10 +26,12 @@ HARMLESS = {
     "transformers' own bookkeeping": """_name_or_path transformers_version architectures
         is_encoder_decoder output_attentions output_hidden_states return_dict use_cache
         chunk_size_feed_forward""",
-    "training": "attention_dropout initializer_range router_aux_loss_coef output_router_logits",
+    "training": r"\w+_dropout(_prob)? initializer_range router_aux_loss_coef output_router_logits",
     "classifiers, which `architectures` names": r"id2label\.\d+ label2id\.\w+ problem_type",
     "read by `preprocess`": r"""\w+_token_id (image|slice)_(start|end)_id newline_id
-        tokens_per_second""",
+        tokens_per_second position_id_per_seconds""",
+    "the processor decides": "image_seq_length",
+    "of hearing and speaking": r"audio_config\..* enable_audio_output",
     "a section's own dtype of a tower": "dtype",
     "read by no class of transformers": "mamba_ssm_dtype",
     "`layer_types` decides": "full_attention_interval full_attn_idxs",
@@ -40,6 +42,7 @@ HARMLESS = {
         "tie_word_embeddings tie_embedding insert_layer_id patch_size image_size"
     ),
     "all layers have experts": "intermediate_size mlp_only_layers num_local_experts",
+    "beginnings of training": "layer_scale_init_value use_mask_token",
     "a head of the tower that no language model reads": "vision_use_head",
     "`block_auto_adjust_ff_dim` is false": "block_ffn_dim_multiplier block_multiple_of",
     "chunks of a class's own computation": "mamba_chunk_size chunk_size",

@@ -53,6 +53,7 @@ WHOLE = (
     "Qwen3_5MoeTextConfig",
     "Qwen3VLConfig",
     "Qwen3VLMoeConfig",
+    "Qwen3OmniMoeThinkerConfig",
     "Qwen3NextConfig",
     "Qwen3Config",
     "Qwen3MoeConfig",
@@ -70,7 +71,10 @@ WHOLE = (
     "NemotronHConfig",
 )
 ROPE = ("rope_theta", "partial_rotary_factor")
-PUBLISHED: dict[str, dict[str, Any]] = {"Qwen3MoeConfig": {"norm_topk_prob": True}}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen3MoeConfig": {"norm_topk_prob": True},
+    "Qwen3OmniMoeThinkerConfig": {"text_config": {"hidden_size": 3584}},
+}
 """Fields of every published file whose defaults are refused."""
 
 
@@ -103,14 +107,17 @@ def test_tables_are_what_transformers_has(source: str) -> None:
             module = __import__(
                 kind.__module__.replace("configuration", "modeling"), fromlist=["x"]
             )
-            names = source.replace("Config", ""), source.replace("TextConfig", "")
+            ends = ("Config", ""), ("TextConfig", "ThinkerText"), ("TextConfig", "")
+            names = [source.replace(*end) for end in ends]
             rotations = (getattr(module, f"{each}RotaryEmbedding", None) for each in names)
             found = next(filter(None, rotations))(made).mrope_section
         elif name == "full_attention_interval":
             found = made.layer_types.index("full_attention") + 1
         elif name in ROPE:
             found = made.rope_parameters[name]
-        elif name == "head_dim" and "Qwen2" in source:  # computed by the models' attention
+        elif name == "head_dim" and (
+            "Qwen2" in source or "Omni" in source
+        ):  # computed by the models' attention
             found = made.hidden_size // made.num_attention_heads
         elif name == "head_dim" and not hasattr(made, name):
             import transformers
@@ -152,13 +159,15 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
 def test_a_field_that_is_left_out_is_what_its_class_has(name: str) -> None:
     raw = saved(name)
     expected = spec_of(raw)
+    published = PUBLISHED.get(name, {})
+    published = published.get("text_config", published)
     names: tuple[str, ...] = ("text_config", "vision_config")
     sections = [each for each in names if each in raw] or [""]
     for section in sections:
         for field in raw[section] if section else raw:
             changed = deepcopy(raw)
             part = changed[section] if section else changed
-            if field in ("model_type", "out_hidden_size", *PUBLISHED.get(name, {})):
+            if field in ("model_type", "out_hidden_size", *published):
                 continue
             if field == "hidden_size" and "embed_dim" in part:  # that of the language model
                 continue
@@ -166,7 +175,7 @@ def test_a_field_that_is_left_out_is_what_its_class_has(name: str) -> None:
             assert spec_of(changed) == expected, field
             if (
                 field in ("layer_types", "rope_parameters")
-                or "Qwen3VLMoe" in name
+                or ("Qwen3VLMoe" in name or "Omni" in name)
                 and field == "head_dim"
             ):
                 part[field] = None
@@ -185,8 +194,9 @@ def test_a_field_that_is_left_out_is_what_its_class_has(name: str) -> None:
 def test_classes_are_named_as_transformers_names_them(kind: str) -> None:
     source = FAMILIES[kind].source
     whole = transformers_class(source)
-    assert whole.model_type == kind
-    for name, section in whole.sub_configs.items():
+    thinker = source == "Qwen3OmniMoeThinkerConfig"  # whose sections the family names itself
+    assert whole.model_type == f"{kind}_thinker" if thinker else kind
+    for name, section in () if thinker else whole.sub_configs.items():
         if section.__name__ != "AutoConfig":
             part = Config({name: {}}, source).section(name)
             assert part._source == section.__name__

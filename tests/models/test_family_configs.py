@@ -352,12 +352,12 @@ LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rop
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 MAMBA = ("granitemoehybrid", "nemotron_h")
 ALL = tuple(kind for kind in FAMILIES if kind not in MAMBA)
-VL = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni")
+VL = ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni", "qwen3_omni_moe")
 PLAIN = ("qwen3", "qwen3_moe", "internvl")
 OLDER, OLDER_VL = ("qwen2",), ("qwen2_vl", "qwen2_5_vl")
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm2_vl")
 GATED = tuple(kind for kind in ALL if kind not in VL + PLAIN + OLDER + OLDER_VL + CONVOLUTIONS)
-SPARSE = ("qwen3_vl_moe", "qwen3_next", "qwen3_moe")
+SPARSE = ("qwen3_vl_moe", "qwen3_omni_moe", "qwen3_next", "qwen3_moe")
 REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "sliding_window", 4096, "sliding_window 4096 is not supported"),
     (ALL, "use_sliding_window", True, "use_sliding_window True is not supported"),

@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
+from families import SPECS
 from huggingface_hub import errors
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from vlm_serve.errors import CheckpointError, ModelNotFoundError
 from vlm_serve.models import load_model, resolve_checkpoint
 from vlm_serve.models.files import weight_files
+from vlm_serve.models.registry import read_spec
 
 SPEC = CheckpointSpec(num_layers=4)
 MOE = CheckpointSpec(num_layers=4, num_experts=4)
@@ -114,6 +116,20 @@ def test_tied_embeddings_without_and_beside_a_stored_head(tmp_path: Path) -> Non
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.zeros(512, 64)}, path / "model.safetensors")
     assert torch.equal(logits(path), expected)
+
+
+def test_a_stored_head_counts_where_the_file_says_nothing(tmp_path: Path) -> None:
+    """InternVL's class ties embeddings by default, and transformers' loader not beside a head."""
+    spec = SPECS["internvl"]
+    assert not spec.tied_embeddings
+    path = make_checkpoint(tmp_path, spec)
+    config = json.loads((path / "config.json").read_text())
+    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert not read_spec(path).tied_embeddings
+    expected = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    torch.testing.assert_close(logits(path), expected, atol=1e-4, rtol=0)
+    assert read_spec(path / "config.json").tied_embeddings, "alone, the class decides"
 
 
 def test_attention_biases(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ MOE = dataclasses.replace(DENSE, num_experts=4, moe_intermediate_size=64)
 VL = dataclasses.replace(SPECS["vl moe"], dtype="bfloat16", moe_intermediate_size=96)
 NEXT = dataclasses.replace(SPECS["next"], dtype="bfloat16")
 QWEN3 = dataclasses.replace(SPECS["qwen3"], dtype="bfloat16")
+QWEN2 = dataclasses.replace(SPECS["vl of qwen2.5"], dtype="bfloat16")
+OMNI = dataclasses.replace(SPECS["omni"], dtype="bfloat16")
 OTHERS = {
     "vl": dataclasses.replace(VL, num_experts=0, quantization="awq"),
     "vl moe": dataclasses.replace(VL, quantization="gptq"),
@@ -40,6 +42,9 @@ OTHERS = {
     "qwen3 moe": dataclasses.replace(QWEN3, num_experts=6, quantization="awq"),
     "qwen3 moe int4": dataclasses.replace(QWEN3, num_experts=6, quantization="gptq"),
     "qwen3 moe fp8": dataclasses.replace(QWEN3, num_experts=6, quantization="fp8"),
+    "qwen2.5 vl gptq": dataclasses.replace(QWEN2, quantization="gptq"),
+    "qwen2.5 vl awq": dataclasses.replace(QWEN2, quantization="awq"),
+    "omni": dataclasses.replace(OMNI, quantization="awq"),
     "blocks cut": dataclasses.replace(
         DENSE, hidden_size=192, head_dim=64, intermediate_size=320, quantization="fp8"
     ),

@@ -1,5 +1,6 @@
-"""Videos whose positions tell the time, as in Qwen2-VL and Qwen2.5-VL: prompts equal transformers',
-and the same frames at another rate share nothing behind the first temporal patch."""
+"""Videos whose positions tell the time, as in Qwen2-VL, Qwen2.5-VL and Qwen3-Omni, where positions
+are fractions: prompts equal transformers', and the same frames at another rate share nothing behind
+the first temporal patch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ KINDS = ("vl of qwen2", "vl of qwen2.5")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp("timed") for name in KINDS}
+    folders = {name: tmp_path_factory.mktemp("timed") for name in (*KINDS, "omni")}
     return {name: make_checkpoint(folder, SPECS[name]) for name, folder in folders.items()}
 
 
@@ -96,6 +97,56 @@ def test_prompts_equal_transformers(
     assert torch.equal(prompt.positions, positions[:, 0])
     last = int(positions[0, 0, -1])  # behind which `generate` goes on, whatever the offset says
     assert prompt.rope_delta == last + 1 - len(prompt)
+
+
+def test_positions_with_fractions_equal_transformers(
+    preprocessors: dict[str, Preprocessor], checkpoints: dict[str, Path], cat: Image.Image
+) -> None:
+    path, pixels = checkpoints["omni"], "pixel_values_videos"
+    record(path / "long.mp4", frames(23, 64, 96), 7)
+    record(path / "short.mp4", frames(5, 48, 40), 3)
+    long, short = (clip(str(path / f"{name}.mp4")) for name in ("long", "short"))
+    messages = [
+        say(picture(cat), "a", long, "b", picture(cat.resize((41, 193)))),
+        {"role": "assistant", "content": "A cat."},
+        say(short, long, "c"),
+    ]
+    prompt = preprocessors["omni"].prepare(messages)
+    expected = media_reference.inputs(path, messages)
+    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    videos = [item for item in prompt.media if item.modality == "video"]
+    found = torch.cat([item.patches(each) for item in videos for each in range(item.grid[0])])
+    assert torch.equal(found, expected[pixels])
+    names = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
+    seconds = expected["video_second_per_grid"]
+    positions, deltas = oracle.model(path).get_rope_index(
+        **{name: expected[name] for name in names}, second_per_grids=seconds
+    )
+    assert prompt.positions.dtype == torch.float64 and positions.dtype == torch.float32
+    # transformers rounds every sum to float32, here no sum is rounded.
+    torch.testing.assert_close(prompt.positions.float(), positions[:, 0], rtol=1e-6, atol=0)
+    assert prompt.rope_delta == pytest.approx(float(deltas), rel=1e-6)
+    assert (prompt.positions % 1 > 0.01).any() and prompt.spans[1].time == 0
+    assert prompt.spans[2].time == pytest.approx(13 * 2 / 7)
+    whole = preprocessors["omni"].prepare_tokens(prompt.token_ids)
+    assert whole.positions.dtype == torch.int64, "text alone has no fractions"
+
+
+def test_a_continued_prompt_has_the_positions_of_a_new_one(
+    preprocessors: dict[str, Preprocessor], checkpoints: dict[str, Path]
+) -> None:
+    video = clip(frames(4, 64, 64), fps=0.3, num_frames=-1)
+    first = [say("x", video, "What?"), {"role": "assistant", "content": "A cat."}]
+    messages = [*first, say("And then?", clip(frames(2, 64, 64), fps=3, num_frames=-1))]
+    preprocessor = preprocessors["omni"]
+    preprocessor.prepare(first)
+    before = preprocessor.known_text.prompts.counts["hits"]
+    continued = preprocessor.prepare(messages)
+    assert preprocessor.known_text.prompts.counts["hits"] > before
+    preprocessor.forget()
+    fresh = preprocessor.prepare(messages)
+    assert torch.equal(continued.positions, fresh.positions)
+    assert continued.rope_delta == fresh.rope_delta
 
 
 def at_rate(preprocessor: Preprocessor, rate: float, count: int = 12) -> Prompt:

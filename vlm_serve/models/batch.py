@@ -20,7 +20,7 @@ class ForwardBatch:
 
     Attributes:
         token_ids: int64 `[T]`.
-        positions: int64 `[3, T]` M-RoPE positions.
+        positions: int64 or float64 `[3, T]`, see `mrope_cos_sin`.
         slots: int64 `[T]`, `block * block_size + offset` where a token's K and V are written; -1:
             not written (its block is shared and already holds them).
         logit_rows: int64 `[R]`, the tokens whose logits are wanted.

@@ -82,7 +82,7 @@ class CompiledStep:
             hidden = torch.empty(tokens, program.hidden, dtype=self._dtype)
         best = array("q", [0]) * rows if batch.greedy else None
         batch.check(self._caches, self._caches.num_rows)
-        layout, positions = _Layout(batch), batch.positions.contiguous()
+        layout, positions = _Layout(batch), batch.positions.double().contiguous()
         media = _Media(batch, self._dtype) if batch.media else None
         changes = None if batch.changes is None else StepChanges(batch.changes)
         step = _Step(

@@ -55,6 +55,7 @@ _OF_PROMPTS = (
     "vision_start_token_id",
     "vision_end_token_id",
     "vision_config.tokens_per_second",
+    "position_id_per_seconds",
 )
 """Fields that preparing prompts reads (`preprocess`)."""
 _HEADS = "num_attention_heads, head_dim"

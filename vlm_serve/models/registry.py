@@ -19,6 +19,8 @@ from vlm_serve.models.config import Changes, Config, read_json
 from vlm_serve.models.files import INDEX_FILE, SIDECAR, other_weights, weight_files
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.weights import HEAD_NAMES
+from vlm_serve.preprocess.text.family import answering_part
 
 _SECTION = "vision_config"
 _log = logging.getLogger(__name__)
@@ -87,6 +89,13 @@ FAMILIES = {
         "Qwen3-VL 30B-A3B, 235B-A22B", _QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True
     ),
     "cosmos3_omni": Served("Cosmos3 reasoners", _QWEN3_VL, "Cosmos3OmniConfig", state=False),
+    "qwen3_omni_moe": Served(
+        "Qwen3-Omni 30B-A3B, its thinker",
+        _QWEN3_VL,
+        "Qwen3OmniMoeThinkerConfig",
+        state=False,
+        experts=True,
+    ),
     "qwen3_next": _Text(
         "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         _QWEN3_NEXT,
@@ -144,13 +153,16 @@ PARTS = {
     "qwen2_vl_text": _Text("", _QWEN2_VL, "Qwen2VLTextConfig", state=False),
     "qwen2_5_vl_text": _Text("", _QWEN2_VL, "Qwen2_5_VLTextConfig", state=False),
     "qwen3_vl_moe_text": _Text("", _QWEN3_VL, "Qwen3VLMoeTextConfig", state=False, experts=True),
+    "qwen3_omni_moe_thinker": Served(
+        "", _QWEN3_VL, "Qwen3OmniMoeThinkerConfig", state=False, experts=True
+    ),
 }
-"""Language models that trainers save without the tower that all published ones have."""
+"""Parts of models that trainers save without the others that all published ones have."""
 
 
 KINDS = {
     "audio; take Qwen3-VL": """audio_config enable_audio_output minicpmo qwen2_5_omni qwen2_audio
-        qwen3_asr qwen3_omni qwen3_omni_moe voxtral""",
+        qwen3_asr voxtral""",
     "a tower of RADIO's kind and sound; take Nemotron 3 Nano": "nemotron_h_omni",
     "Mamba2 beside other parts; take Granite 4": """mamba_n_heads mamba_num_heads bamba falcon_h1
         mamba2 zamba2""",
@@ -198,6 +210,7 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
     spec = _without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
+    spec = _with_stored_head(spec, path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -212,7 +225,8 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
 
 def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec:
     """Return the model described by the content of a config.json; raises as `read_spec`."""
-    raw = _named_as_text(changes.apply(raw))
+    changes = replace(changes, fields=answering_part(changes.fields))
+    raw = _named_as_text(changes.apply(answering_part(raw)))
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES | PARTS:
         raise CheckpointError(_unknown(raw))
@@ -285,6 +299,16 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     _tell(path)
     config = {name: value for name, value in spec.config.items() if name != _SECTION}
     return replace(spec, vision=None, config=config)
+
+
+def _with_stored_head(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Return the model with the head that its files have if config.json does not tie embeddings
+    itself: some classes of transformers tie them by default, but not beside a head of its own."""
+    sections = [spec.config, spec.config.get("text_config") or {}]
+    silent = all("tie_word_embeddings" not in section for section in sections)
+    if not (spec.tied_embeddings and silent) or set(HEAD_NAMES).isdisjoint(tensor_names(path)):
+        return spec
+    return replace(spec, tied_embeddings=False)
 
 
 def tensor_names(path: Path) -> Collection[str]:

@@ -52,7 +52,8 @@ _MAX_DIM = constant("MAX_DIM")
 class VisionSpec(Vision):
     """The tower of Qwen. `num_positions` is a square: the learned grid of position embeddings.
     `deepstack` lists layers, ascending. A merger behind each of them produces features, which are
-    added to the residual behind the decoder's first layers, one after the other."""
+    added to the residual behind the decoder's first layers, one after the other. `omni`: the
+    mergers' tensors have the names of Qwen3-Omni's."""
 
     anchor = "patch_embed.proj.weight"
     layers = "blocks."
@@ -60,6 +61,7 @@ class VisionSpec(Vision):
 
     num_positions: int
     rope_theta: float
+    omni: bool = False
 
     def load(self, source: Weights, prefix: str, dtype: torch.dtype) -> VisionTower:
         return VisionTower(self, source, prefix, dtype)
@@ -88,7 +90,7 @@ class VisionTower:
         self._blocks = tuple(reader.block(index) for index in range(config.depth))
         self._merger = reader.merger("merger", postshuffle=False)
         self._deepstack = tuple(
-            reader.merger(f"deepstack_merger_list.{index}", postshuffle=True)
+            reader.merger(f"{reader.late}.{index}", postshuffle=True)
             for index in range(len(config.deepstack))
         )
         self._mergers = dict(zip(config.deepstack, self._deepstack, strict=True))
@@ -217,10 +219,10 @@ class VisionTower:
         return mlp.of_normed(normed, "gelu", how)
 
     def _compute_grid_tensors(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return position embeddings of a grid's patches, and int64 `[2, n]` rows and columns."""
+        """Return position embeddings of a grid's patches, and float64 `[2, n]` rows and columns."""
         merge = self._config.merge_size
         positions = interpolate_positions(self._positions, height, width, merge)
-        return positions, torch.stack(block_order(height, width, merge))
+        return positions, torch.stack(block_order(height, width, merge)).double()
 
     def _compute_turns(self, height: int, width: int) -> torch.Tensor:
         """Return float32 `[2, n, head_dim / 2]`, cosines and sines of a grid's angles."""
@@ -276,6 +278,7 @@ class _Reader(TowerReader):
     def __init__(self, source: Weights, prefix: str, config: VisionSpec) -> None:
         super().__init__(source, prefix)
         self._config = config
+        self.late = "merger_list" if config.omni else "deepstack_merger_list"
 
     def positions(self) -> torch.Tensor:
         return self.tensor("pos_embed.weight", self._config.num_positions, self._config.hidden_size)
@@ -289,11 +292,14 @@ class _Reader(TowerReader):
 
     def merger(self, name: str, *, postshuffle: bool) -> Merger:
         merged = self._config.hidden_size * self._config.merge_size**2
+        norm, wide, narrow = "norm", "linear_fc1", "linear_fc2"
+        if self._config.omni:
+            norm, wide, narrow = "ln_q", "mlp.0", "mlp.2"
         return Merger(
             MlpPart(
-                self.norm(f"{name}.norm", merged if postshuffle else self._config.hidden_size),
-                self.projection(f"{name}.linear_fc1", merged, merged),
-                self.projection(f"{name}.linear_fc2", self._config.out_hidden_size, merged),
+                self.norm(f"{name}.{norm}", merged if postshuffle else self._config.hidden_size),
+                self.projection(f"{name}.{wide}", merged, merged),
+                self.projection(f"{name}.{narrow}", self._config.out_hidden_size, merged),
             ),
             postshuffle,
         )
@@ -380,7 +386,7 @@ class CompiledTower:
 
         Args:
             x: `[patches, hidden]` embedded patches in the dtype of activations, contiguous.
-            positions: int64 `[2, patches]`, row and column of each.
+            positions: float64 `[2, patches]`, row and column of each.
             sizes: patches of each picture.
             changes: the adapter of all of them.
 

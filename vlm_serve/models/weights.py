@@ -27,16 +27,24 @@ from vlm_serve.models.quantization.float8 import widened
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.system.host_memory import release_freed_memory
 
-_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "backbone.", "")
+_TEXT_PREFIXES = (
+    "model.language_model.",
+    "language_model.model.",
+    "thinker.model.",
+    "model.",
+    "backbone.",
+    "",
+)
 _VISION_PREFIXES = (
-    *("model.visual.", "visual.", "model.", ""),
+    *("model.visual.", "visual.", "thinker.visual.", "model.", ""),
     *("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model."),
     "vision_tower.",
 )
-_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "thinker.lm_head.weight")
 _log = logging.getLogger(__name__)
-_LEFT = re.compile(r".*\b(mtp\.|lm_head\.|\w+_scale$).*|.*\.inv_freq")
-"""Tensors that are left unread with reason: of drafts, tied heads and quantised activations."""
+_LEFT = re.compile(r".*\b((mtp|lm_head|audio_tower|talker|code2wav)\.|\w+_scale$).*|.*\.inv_freq")
+"""Tensors that are left unread with reason: of drafts, tied heads, quantised activations, hearing
+and speaking."""
 _TELL_SECONDS = 2.0
 _RELEASE_BYTES = 64 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,7 +120,7 @@ class Weights:
 
     def head_name(self) -> str:
         """Return the name of the output projection of a model without tied embeddings."""
-        for name in _HEAD_NAMES:
+        for name in HEAD_NAMES:
             if name in self._files or self._format(name) is not None:
                 return name
         raise CheckpointError("the checkpoint has no lm_head.weight and does not tie embeddings")

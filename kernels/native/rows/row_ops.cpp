@@ -61,7 +61,7 @@ void norm_rope(const Rows& rows, const float* factors, const float* cos, const f
     });
 }
 
-void all_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
+void all_rotations(int64_t tokens, int64_t half, int64_t threads, const double* positions,
                    const float* inv_freq, const int32_t* axis, float scale, float* cos,
                    float* sin) {
     const int shared = tokens * half < MIN_PARALLEL / 16 ? 1 : (int)threads;
@@ -107,7 +107,7 @@ int64_t vlm_silu_times(const Rows* gates, const Rows* rows, int64_t bits) {
     });
 }
 
-int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
+int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const double* positions,
                       const float* inv_freq, const int32_t* axis, double scale, float* cos,
                       float* sin) {
     return guarded([=] {

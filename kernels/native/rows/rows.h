@@ -77,7 +77,7 @@ inline int64_t argmax(const float* row, int64_t count) {
 
 // Computes cosine and sine of one token's angles, times `scale`; the positions of the three axes
 // are `stride` apart.
-inline void rotations(const int64_t* positions, int64_t stride, const float* inv_freq,
+inline void rotations(const double* positions, int64_t stride, const float* inv_freq,
                       const int32_t* axis, int64_t half, float scale, float* cos, float* sin) {
     for (int64_t i = 0; i < half; ++i) {
         cosine_and_sine((float)positions[axis[i] * stride] * inv_freq[i], cos + i, sin + i);

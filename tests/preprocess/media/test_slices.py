@@ -12,6 +12,7 @@ import media_reference
 import oracle
 import pytest
 import torch
+from checkpoint_parts import write_json
 from checkpoint_spec import CheckpointSpec
 from conversation import Messages, build, clip, picture, say
 from families import FAMILIES
@@ -23,19 +24,26 @@ from vlm_serve.preprocess.identity.keys import embedding_key
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
+from vlm_serve.preprocess.text.tokenizer import read_json
 
 # transformers' processor counts a tensor's numbers with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 KINDS = ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "4x"])
+@pytest.fixture(scope="module", params=[*KINDS, "4x", "never enlarged"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name = request.param
     spec = CheckpointSpec(family=name if name in KINDS else KINDS[0], num_layers=4)
     if name == "4x":
         spec = FAMILIES["minicpmv4_6"]["minicpm, 4x, tied"]
-    return make_checkpoint(tmp_path_factory.mktemp("slices"), spec)
+    if name == "never enlarged":
+        spec = FAMILIES["minicpm_ocr"]["minicpm ocr"]
+    made = make_checkpoint(tmp_path_factory.mktemp("slices"), spec)
+    if name == "never enlarged":
+        file = made / "preprocessor_config.json"
+        write_json(file, read_json(file) | {"small_image_upsize": "never"})
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +274,11 @@ def test_options_of_slices_are_none_elsewhere(preprocessor: Preprocessor, cat: I
             "preprocessor_config.json",
             {"patch_size": 14},
             "patch_size of the processor config",
+        ),
+        (
+            "preprocessor_config.json",
+            {"small_image_upsize": "adaptive"},
+            "small_image_upsize 'adaptive' of the processor",
         ),
         ("video_preprocessor_config.json", {"stack_frames": 3}, "stack_frames 3 of the processor"),
         ("config.json", {"downsample_mode": "4x"}, "but in config.json it is '4x'"),

@@ -25,7 +25,7 @@ class SequenceInfo:
     Attributes:
         sequence: the scheduler's number for the sequence.
         token_ids: its prompt.
-        positions: int64 `[3, len(token_ids)]`, see `Prompt`.
+        positions: `[3, len(token_ids)]`, see `Prompt`.
         rope_delta: see `Prompt`.
         params: sampling options with the checkpoint's defaults filled in.
         seed: seed of this choice's draws.
@@ -34,7 +34,7 @@ class SequenceInfo:
     sequence: int
     token_ids: tuple[int, ...]
     positions: torch.Tensor
-    rope_delta: int
+    rope_delta: float
     params: SamplingParams
     seed: int
 

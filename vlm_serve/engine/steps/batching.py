@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from vlm_serve.engine.requests.plan import SequenceInfo, Slice
@@ -45,13 +46,13 @@ class KnownSequence:
         return self.info.token_ids[item.start : item.end] + item.token_ids
 
     def positions(self, start: int, end: int) -> torch.Tensor:
-        """Return int64 `[3, end - start]` positions of prompt and generated tokens."""
+        """Return the positions of prompt and generated tokens, `[3, end - start]`, see `Prompt`."""
         info, known = self.info, len(self.info.token_ids)
         prompt = info.positions[:, start:end]
         if end <= known:
             return prompt
-        first = max(start, known) + info.rope_delta
-        return torch.cat((prompt, torch.arange(first, end + info.rope_delta).expand(3, -1)), dim=1)
+        later = torch.arange(max(start, known), end).to(info.positions.dtype) + info.rope_delta
+        return torch.cat((prompt, later.expand(3, -1)), dim=1)
 
 
 Known = Mapping[int, KnownSequence]
@@ -145,7 +146,7 @@ def _positions(decodes: list[Slice], others: list[Slice], known: Known) -> torch
     parts = [known[item.sequence].positions(item.start, item.end) for item in others]
     if decodes:
         ahead = [item.start + known[item.sequence].info.rope_delta for item in decodes]
-        parts.insert(0, _tensor(3 * ahead).view(3, -1))
+        parts.insert(0, torch.from_numpy(np.array(3 * ahead)).view(3, -1))
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 

@@ -45,7 +45,7 @@ class RowColumns:
         self._table = np.zeros((len(found), self._used + _SPARE), np.int32)
         for place, table in enumerate(self._tables):
             self._table[place, : len(table)] = table
-        self._deltas = np.array([each.info.rope_delta for each in found], np.int64)
+        self._deltas = np.array([each.info.rope_delta for each in found])
         self._places = np.arange(len(found))
         self._logit_rows = torch.arange(len(found))
         self._state_rows = tuple(rows.state_rows.tolist())

@@ -162,7 +162,7 @@ def token_tables(size: int) -> dict[str, Table]:
     """Return the tables of tokens, see `ForwardBatch`; a slot of -1 is written nowhere."""
     return {
         "token_ids": Table(torch.int64, (size,)),
-        "positions": Table(torch.int64, (3, size)),
+        "positions": Table(torch.float64, (3, size)),
         "slots": Table(torch.int64, (size,), -1),
     }
 

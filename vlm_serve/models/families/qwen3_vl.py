@@ -1,5 +1,6 @@
-"""Qwen3-VL and Qwen3-VL-MoE, and the reasoner of Cosmos3, which is Qwen3-VL: attention without
-gates, and a vision tower whose middle layers add features behind the decoder's first ones."""
+"""Qwen3-VL and Qwen3-VL-MoE, the reasoner of Cosmos3, which is Qwen3-VL, and the thinker of
+Qwen3-Omni, whose parts they are: attention without gates, and a vision tower whose middle layers
+add features behind the decoder's first ones."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward
 from vlm_serve.models.spec import ModelSpec
-from vlm_serve.preprocess.text.family import QWEN2
+from vlm_serve.preprocess.text.family import family_of
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 151936,
@@ -48,31 +49,57 @@ DEFAULTS: Defaults = {
         "num_experts_per_tok": 4,
         "num_experts": 60,
     },
+    "Qwen3OmniMoeTextConfig": _TEXT
+    | {
+        "vocab_size": 3584,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "hidden_size": 2048,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "head_dim": shared.quotient_head_dim,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+    },
     "Qwen3VLVisionConfig": _VISION,
     "Qwen3VLMoeVisionConfig": _VISION,
+    "Qwen3OmniMoeVisionEncoderConfig": _VISION,
+    "Qwen3OmniMoeThinkerConfig": {"tie_word_embeddings": False},
 }
 """Defaults of transformers' classes, for fields that a file omits."""
 
 
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json, dense or MoE."""
-    if config.raw["model_type"] == "cosmos3_omni":
+    kind, text_class, tower_class = config.raw["model_type"], "", ""
+    family, omni = family_of(kind), kind.startswith("qwen3_omni")
+    if kind == "cosmos3_omni":
         config = config.viewed("Qwen3VLConfig", "qwen3_vl")
-    alone = config.raw["model_type"].endswith("_text")
-    text = config if alone else shared.text_section(config)
+    elif omni:
+        config = config.viewed("Qwen3OmniMoeThinkerConfig", "qwen3_omni_moe")
+        text_class, tower_class = "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeVisionEncoderConfig"
+    alone = kind.endswith("_text")
+    text = config if alone else shared.text_section(config, text_class)
     mixer = shared.plain_attention(text)
-    layers = [(mixer, feed_forward) for feed_forward in _feed_forwards(config, text)]
-    tower = None if alone else shared.vision(config, deepstack=True)
+    layers = [(mixer, feed_forward) for feed_forward in _feed_forwards(config, text, omni=omni)]
+    tower = None
+    if not alone:
+        tower = shared.vision(config, deepstack=True, source=tower_class, omni=omni)
     if tower is not None and len(tower.deepstack) >= len(layers):
         raise CheckpointError(
             f"deepstack_visual_indexes {list(tower.deepstack)} are too many for "
             f"num_hidden_layers {len(layers)}"
         )
     rope = shared.rope(text, partial=False, sections=True)
-    return shared.model(config, text, layers, rope, family=QWEN2, centred=False, tower=tower)
+    return shared.model(config, text, layers, rope, family=family, centred=False, tower=tower)
 
 
-def _feed_forwards(config: Config, text: Config) -> list[FeedForward]:
+def _feed_forwards(config: Config, text: Config, *, omni: bool) -> list[FeedForward]:
     if "moe" not in config.raw["model_type"]:
         return [shared.mlp(text)] * text.size("num_hidden_layers")
-    return shared.sparse_layers(text, shared.experts(text, shared=False, transposed=True))
+    return shared.sparse_layers(text, shared.experts(text, shared=False, transposed=not omni))

@@ -46,9 +46,10 @@ _BLOCKS = {
 """Letters and former names of kinds of layers."""
 
 
-def text_section(config: Config) -> Config:
-    """Return the language model's section of a config.json with a vision tower."""
-    text = config.section("text_config")
+def text_section(config: Config, source: str = "") -> Config:
+    """Return the language model's section of a config.json with a vision tower; `source`: as of
+    `Config.section`."""
+    text = config.section("text_config", source)
     text.allow("model_type", f"{config.raw['model_type']}_text")
     return text
 
@@ -242,12 +243,14 @@ def model(
     )
 
 
-def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
-    """Return the vision tower; `deepstack`: its layers may add features to the decoder's."""
-    config, kind = outer.section("vision_config"), outer.raw["model_type"]
+def vision(outer: Config, *, deepstack: bool, source: str = "", omni: bool = False) -> VisionSpec:
+    """Return the vision tower; `deepstack`: its layers may add features to the decoder's;
+    `source`: as of `Config.section`; `omni`: see `VisionSpec`."""
+    config, kind = outer.section("vision_config", source), outer.raw["model_type"]
     # Published files also use the family's name, even the dense one's beside experts.
     plain = kind.removesuffix("_moe")
-    config.allow("model_type", f"{kind}_vision", kind, plain, f"{plain}_vision")
+    names = (f"{kind}_vision", kind, plain, f"{plain}_vision", f"{kind}_vision_encoder")
+    config.allow("model_type", *names)
     config.expect("hidden_act", "gelu_pytorch_tanh")
     if not deepstack and config.raw.get("deepstack_visual_indexes"):
         indexes = config.raw["deepstack_visual_indexes"]
@@ -265,6 +268,7 @@ def vision(outer: Config, *, deepstack: bool) -> VisionSpec:
         num_positions=config.size("num_position_embeddings"),
         rope_theta=axial_theta(config),
         deepstack=tuple(config.given("deepstack_visual_indexes")) if deepstack else (),
+        omni=omni,
     )
     check_axial_heads(sizes)
     layers = list(sizes.deepstack)

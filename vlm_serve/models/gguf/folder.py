@@ -23,6 +23,7 @@ from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_con
 from vlm_serve.models.gguf.vision import (
     inner_tower,
     processors,
+    projector_of,
     vision_config,
     vision_tensors,
     with_sources,
@@ -142,6 +143,11 @@ class _Model:
 
     def _vision_of(self, tower: Metadata) -> dict[str, Any]:
         name = self._metadata.name
+        if projector_of(tower) in ("qwen2vl_merger", "qwen2.5vl_merger"):
+            raise CheckpointError(
+                f"{tower.name} is a tower of Qwen2-VL's, which is not read from GGUF files: take "
+                "the model's folder of safetensors, or its text alone with --mmproj none"
+            )
         if not self._kind.sees:
             raise CheckpointError(f"{name} is a model of text, {tower.name} has no use")
         config = vision_config(tower, self._tower_tensors, self._kind.kind)

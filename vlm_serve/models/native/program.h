@@ -266,7 +266,7 @@ struct Step {
     int64_t tokens, sequences, rows, threads;
     const void* x;                 // [T, hidden] embeddings, or null to look them up in the program
     const int64_t* token_ids;      // [T]
-    const int64_t* positions;      // [3, T]
+    const double* positions;       // [3, T]
     const int64_t* slots;          // [T], -1 for none
     const int64_t* first_token;    // [S + 1]
     const int64_t* start;          // [S] keys before the sequence's first token
