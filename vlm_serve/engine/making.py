@@ -115,7 +115,9 @@ class RequestMaker:
         if grammar is None and params.structured_outputs is not None:
             marked = self.preprocessor.template_traits.thinking.marked
             after = self.before_grammar(prompt, None, splits=marked)
-            grammar = self.grammars.compile(params.structured_outputs, after, prompt.keys.root)
+            grammar = self.grammars.compile(
+                params.structured_outputs, after, prompt.keys.owners.prompt
+            )
         encode = self.preprocessor.tokenizer.encode_plain
         prediction = encode(params.prediction) if "suffix" in self.config.speculative else ()
         closing: list[int] = []

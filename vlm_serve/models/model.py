@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.config import Changes
 from vlm_serve.models.decoder import Decoder
-from vlm_serve.models.files import fingerprint, resolve_checkpoint
+from vlm_serve.models.files import resolve_checkpoint
+from vlm_serve.models.identity import digests_of, fingerprint
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
@@ -47,7 +49,8 @@ class Model:
 
     Attributes:
         spec: the architecture.
-        fingerprint: 32 bytes that identify the content of the checkpoint.
+        fingerprint: 32 bytes that identify the weights and the config.
+        tower_fingerprint: the same of the vision tower's tensors alone, and of the whole config.
         dtype: of activations and of everything else.
         device: of its weights and computation.
         compiled: whether compiled CPU code multiplies.
@@ -56,6 +59,7 @@ class Model:
             states.
         quantised: names of the weights that the checkpoint holds as codes.
         modules: the projections that adapters can change.
+        tower_names: the tensors of the vision tower, by their names in the files.
         pooled: the tokens whose logits it computes alone; an empty tuple: hidden states behind the
             last norm, a number: as many labels' logits take their place; None: all tokens.
     """
@@ -70,7 +74,7 @@ class Model:
         pooled: tuple[int, ...] | int | None = None,
     ) -> None:
         self.spec = spec
-        self.fingerprint = identity
+        self.fingerprint = self.tower_fingerprint = identity
         self.dtype = weights.compute_dtype
         self.device = weights.device
         self.compiled = weights.compiled
@@ -84,10 +88,11 @@ class Model:
         self._inv_freq = spec.rope.frequencies().to(self.device)
         self._predictor = Predictor(spec, weights) if drafts else None
         self.drafts = drafts
-        self._vision = None
+        self._vision, read = None, weights.read
         if spec.vision is not None:
             prefix = weights.vision_prefix(spec.vision.anchor)
             self._vision = spec.vision.load(weights, prefix, weights.compute_dtype)
+        self.tower_names = weights.read - read
         self.quantised = frozenset(weights.quantised)
         self.modules = weights.modules
         self._fixed_steps = fixed_steps(self.device)
@@ -358,7 +363,9 @@ def load_model(
         dynamic=dynamic,
     )
     check_defaults(spec, weights)
-    model = Model(spec, weights, fingerprint(directory, spec.config), drafts=drafts, pooled=pooled)
+    identity = partial(fingerprint, directory, spec.config, digests_of(directory))
+    model = Model(spec, weights, identity(), drafts=drafts, pooled=pooled)
+    model.tower_fingerprint = identity(only=model.tower_names)
     weights.tell_unread()
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model

@@ -260,9 +260,14 @@ class Weights:
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 
+    @property
+    def read(self) -> frozenset[str]:
+        """The tensors that were read so far, by their names in the files."""
+        return frozenset(self._files[name].source(name) for name in self._used)
+
     def tell_unread(self) -> None:
         """Log which tensors of the files were not read, under any of their names."""
-        read = {self._files[name].source(name) for name in self._used}
+        read = self.read
         left = (name for name in self._files.keys() - self._used if not _LEFT.fullmatch(name))
         unread = sorted({self._files[name].source(name) for name in left} - read)
         if unread and not self.ranks.rank:

@@ -126,7 +126,7 @@ class Admitter:
                 interval=self._state_interval,
                 min_gain=self._cache.config.min_snapshot_gain * self._cache.config.block_size,
                 first_row=self._needs(sequence).first_row,
-                learned=self._cache.places.of(sequence.keys.root),
+                learned=self._cache.places.of(sequence.keys.owners.prompt),
             )
         )
         return True

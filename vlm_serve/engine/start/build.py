@@ -73,7 +73,7 @@ from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import WeightBytes, check_stored, weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.preprocess.identity.keys import RootFields
+from vlm_serve.preprocess.identity.keys import RootFields, WeightsIdentity
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
@@ -215,7 +215,7 @@ def _assemble(
         config,
         cache,
         executor.pages,
-        preprocessor.root_key(),
+        preprocessor.owner_key(),
         form=form,
         address=address,
         promised=source.compiled,
@@ -406,7 +406,6 @@ def _preprocessor(
     thoughtless = {"enable_thinking": False} if judges else {}
     names = source.arithmetic.types.names()
     root = RootFields(
-        weights_fingerprint=model.fingerprint,
         weight_dtype=names["weights"],
         compute_dtype=names["compute"],
         memory=loaded.layout.types(source.arithmetic.types.pools),
@@ -421,6 +420,7 @@ def _preprocessor(
         source.path,
         block_size=config.block_size,
         root_key=root,
+        weights=WeightsIdentity(model.fingerprint, model.tower_fingerprint),
         family=model.spec.family,
         config=model.spec.config,
         limits=_media_limits(config),
