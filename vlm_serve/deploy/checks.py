@@ -28,7 +28,9 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
         return server
     loaded = "an adapter would be loaded by one of them only; name adapters by lora_modules"
     kept = "responses are kept in the memory of one process"
+    changed = "the weights of one of them only would change"
     of_one = (
+        ("allow_weight_updates", engine.allow_weight_updates or None, changed),
         ("allow_runtime_lora", server.allow_runtime_lora or None, loaded),
         ("response_store", server.response_store or None, kept),
         ("media_store", server.media_store or None, "media are held in the memory of one process"),

@@ -46,9 +46,11 @@ class RequestMaker:
         max_model_len: most tokens of a prompt with its answer.
         grammars: compiles grammars.
         pid: of the engine's process; None: it is this one.
+        weight_version: the name that the last update of the weights gave.
     """
 
     pid: int | None = None
+    weight_version: str = "default"
 
     config: EngineConfig
     spec: ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -273,6 +273,31 @@ class TensorFile(Protocol):
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as stored, which must not be written to."""
         ...
+
+
+class TensorsInMemory:
+    """Tensors on the CPU by their names in a checkpoint's files."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {_DIFFUSERS.sub(_plain, name): tensor for name, tensor in tensors.items()}
+        self._stored = {_DIFFUSERS.sub(_plain, name): name for name in tensors}
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all tensors."""
+        return self._tensors
+
+    def source(self, name: str) -> str:
+        """Return the name by which it was given."""
+        return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor as it was given."""
+        return self._tensors[name]
 
 
 _PLAIN = {f"to_{part}": f"{part}_proj" for part in "qkv"} | {

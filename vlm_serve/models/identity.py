@@ -119,10 +119,11 @@ def fingerprint(
     if only is not None and digests.keys() >= set(only):
         names = only
     combined = b"".join(digests[name] for name in sorted(names))
-    return blake3(_DOMAIN + _config_digest(path, config) + combined).digest()
+    return blake3(_DOMAIN + config_digest(path, config) + combined).digest()
 
 
-def _config_digest(path: Path, config: Any) -> bytes:
+def config_digest(path: Path, config: Any) -> bytes:
+    """Return a digest of the config and of ModelOpt's file beside it; None: of config.json."""
     try:
         if config is None:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))

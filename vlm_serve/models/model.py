@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.config import Changes
 from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.files import resolve_checkpoint
-from vlm_serve.models.identity import digests_of, fingerprint
+from vlm_serve.models.identity import Digests, digests_of, fingerprint, tensor_digest
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
@@ -51,6 +51,7 @@ class Model:
         spec: the architecture.
         fingerprint: 32 bytes that identify the weights and the config.
         tower_fingerprint: the same of the vision tower's tensors alone, and of the whole config.
+        file_digests: of the tensors in the checkpoint's files.
         dtype: of activations and of everything else.
         device: of its weights and computation.
         compiled: whether compiled CPU code multiplies.
@@ -75,6 +76,7 @@ class Model:
     ) -> None:
         self.spec = spec
         self.fingerprint = self.tower_fingerprint = identity
+        self.file_digests = Digests()
         self.dtype = weights.compute_dtype
         self.device = weights.device
         self.compiled = weights.compiled
@@ -286,6 +288,25 @@ class Model:
         rows = grid[1] * grid[2] // merge**2
         return torch.empty(rows, self.spec.embedding_width, dtype=self.dtype, device="meta")
 
+    def take_weights(self, other: Model) -> None:
+        """Compute each later step with the weights of another model of the same spec and types, and
+        over the pools to which that is bound."""
+        assert self.spec == other.spec and self.dtype == other.dtype
+        self._decoder, self._predictor = other._decoder, other._predictor
+        self._vision, self.tower_names = other._vision, other.tower_names
+        self.fingerprint, self.tower_fingerprint = other.fingerprint, other.tower_fingerprint
+        self.modules, self.file_digests = other.modules, other.file_digests
+        self._caches, self._bound = other._caches, other._bound
+        self._compiled_step = other._compiled_step
+
+    def bind_like(self, other: Model) -> None:
+        """Bind the pools of another model, and compile steps if that one has.
+
+        Raises as `compile_steps` does.
+        """
+        if other._caches is not None and other._compiled_step is not None:
+            self.compile_steps(other._caches)
+
     def unbind(self) -> None:
         """Drop the pools of the last step; the next one binds its own."""
         self._caches, self._compiled_step, self._bound = None, None, ()
@@ -325,6 +346,9 @@ def load_model(
     dynamic: bool = False,
     changes: Changes | None = None,
     pooled: tuple[int, ...] | int | None = None,
+    spec: ModelSpec | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    keeps_files: bool = True,
 ) -> Model:
     """Load a checkpoint.
 
@@ -342,6 +366,8 @@ def load_model(
         dynamic: whether compiled code quantises activations beside integer codes as well.
         changes: of its config.json.
         pooled: see `Model`; on one rank, without drafts.
+        spec: of another checkpoint with the same config, with those changes; None: it is read.
+        tensors, keeps_files: see `Weights`.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
@@ -350,7 +376,7 @@ def load_model(
         BuildError: compiled code is wanted and unavailable.
     """
     directory = resolve_checkpoint(path)
-    spec = read_spec(directory, changes or Changes())
+    spec = spec or read_spec(directory, changes or Changes())
     weights = Weights(
         directory,
         dtype,
@@ -361,11 +387,17 @@ def load_model(
         scheme=spec.quantization,
         bits=bits,
         dynamic=dynamic,
+        tensors=tensors,
+        keeps_files=keeps_files,
     )
     check_defaults(spec, weights)
-    identity = partial(fingerprint, directory, spec.config, digests_of(directory))
+    in_files = digests_of(directory)
+    given = {name: tensor_digest(name, tensor) for name, tensor in (tensors or {}).items()}
+    digests = in_files | given
+    identity = partial(fingerprint, directory, spec.config, digests)
     model = Model(spec, weights, identity(), drafts=drafts, pooled=pooled)
     model.tower_fingerprint = identity(only=model.tower_names)
+    model.file_digests = in_files
     weights.tell_unread()
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model

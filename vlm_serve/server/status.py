@@ -183,7 +183,7 @@ async def model_info(service: Service, _: Request) -> Response:
             "served_model_name": name,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": engine.weight_version,
             "has_image_understanding": sees,
             "has_audio_understanding": False,
             "max_model_len": engine.max_model_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,9 +54,14 @@ class ModelSource:
     drafts: bool = False
     changes: Changes = field(default_factory=Changes)
     pooled: tuple[int, ...] | int | None = None
+    keeps_files: bool = True
 
-    def load(self, ranks: Ranks = ALONE) -> Model:
-        """Load a rank's part of the model. Raise whatever loading raises."""
+    def load(self, ranks: Ranks = ALONE, **given: Any) -> Model:
+        """Load a rank's part of the model. Raise whatever loading raises.
+
+        Args:
+            given: further options of `load_model`.
+        """
         return load_model(
             self.path,
             self.arithmetic.types.weights,
@@ -68,6 +74,8 @@ class ModelSource:
             dynamic=self.arithmetic.dynamic,
             changes=self.changes,
             pooled=self.pooled,
+            keeps_files=self.keeps_files,
+            **given,
         )
 
 
