@@ -24,13 +24,16 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
             "engine_process is not for deploy: a replica is a process of its engine already",
             param="engine_process",
         )
+    if engine.allow_weight_updates:
+        raise ConfigError(
+            "allow_weight_updates is not for deploy: all replicas would have to change at once",
+            param="allow_weight_updates",
+        )
     if deploy.most == 1:
         return server
     loaded = "an adapter would be loaded by one of them only; name adapters by lora_modules"
     kept = "responses are kept in the memory of one process"
-    changed = "the weights of one of them only would change"
     of_one = (
-        ("allow_weight_updates", engine.allow_weight_updates or None, changed),
         ("allow_runtime_lora", server.allow_runtime_lora or None, loaded),
         ("response_store", server.response_store or None, kept),
         ("media_store", server.media_store or None, "media are held in the memory of one process"),

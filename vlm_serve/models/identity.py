@@ -26,7 +26,7 @@ from vlm_serve.system.private_files import cache_path, make_private, open_privat
 
 _DOMAIN = b"vlm-serve weights 2"
 _MEMORY_FILE = "tensor-digests.json"
-_MOST_REMEMBERED = 1 << 18
+_MOST_REMEMBERED = 1 << 17
 """Digests of tensors; one takes 64 bytes in the file."""
 # A file modified within this many seconds before hashing could change again without a new mtime.
 _SETTLED_SECONDS = 2.0

@@ -151,5 +151,5 @@ def test_which_clients_are_of_this_machine() -> None:
 
 
 def test_replicas_do_not_change_their_weights() -> None:
-    with pytest.raises(ConfigError, match="allow_weight_updates needs one replica"):
-        check(DeployConfig(replicas=2), ServerConfig(), config())
+    with pytest.raises(ConfigError, match="allow_weight_updates is not for deploy"):
+        check(DeployConfig(), ServerConfig(), config())
