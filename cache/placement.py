@@ -421,9 +421,9 @@ class Places:
         and those that part from its path, weighted by the tokens that these have of it."""
         return max(_LEAST_HORIZON, _HORIZON * self._gaps / self._weight)
 
-    def of(self, root: bytes) -> tuple[LearnedPlace, ...]:
+    def of(self, owner: bytes) -> tuple[LearnedPlace, ...]:
         """Return the places of a tenant's prompts, the best one first."""
-        group = self._groups.get(root) if self.learned else None
+        group = self._groups.get(owner) if self.learned else None
         return () if group is None else group.places
 
     def expected(self, planned: Planned | None, kind: str) -> float | Share:
@@ -441,11 +441,11 @@ class Places:
 
     # Observations
 
-    def plan(self, root: bytes, start: int, length: int, positions: Mapping[int, str]) -> Planned:
+    def plan(self, owner: bytes, start: int, length: int, positions: Mapping[int, str]) -> Planned:
         """Note what a request plans: its snapshots by position, each with its kind. Whoever parts
         from its path later tells of these places."""
-        group = self._groups.setdefault(root, _Group())
-        self._groups.move_to_end(root)
+        group = self._groups.setdefault(owner, _Group())
+        self._groups.move_to_end(owner)
         if len(self._groups) > MOST_GROUPS:
             self._groups.popitem(last=False)
         group.prompts += 1

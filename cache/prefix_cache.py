@@ -209,7 +209,8 @@ class PrefixCache:
         if node is not None and node.planned is not None:
             places.parted(node.planned, match.kv_boundary)
         self.ledger.spare_snapshots.admit(places.horizon)
-        lease.planned = places.plan(match.root, lease.boundary, num_prompt_tokens, positions)
+        owner = keys.owners.prompt
+        lease.planned = places.plan(owner, lease.boundary, num_prompt_tokens, positions)
         if node is not None and positions.get(match.kv_boundary) == "junction":
             node.planned = lease.planned  # the snapshot there is this request's
 

@@ -12,6 +12,7 @@ import math
 import mmap
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -30,6 +31,11 @@ class _Arenas:
         self._lock = threading.Lock()
         self._arena: weakref.ref[mmap.mmap] | None = None
         self._used = 0
+
+    def begin(self) -> None:
+        """Give the next tensor a new arena."""
+        with self._lock:
+            self._arena = None
 
     def take(self, size: int) -> torch.Tensor:
         """Allocate uint8 `[size]`, zeroed."""
@@ -56,6 +62,17 @@ def _mapped(size: int) -> tuple[mmap.mmap, int]:
 
 
 _arenas = _Arenas()
+
+
+@contextlib.contextmanager
+def own_arenas() -> Iterator[None]:
+    """Let the block's tensors share no arena with earlier and later ones, so that either kind is
+    unmapped while the other lives."""
+    _arenas.begin()
+    try:
+        yield
+    finally:
+        _arenas.begin()
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -28,9 +28,11 @@ from vlm_serve.preprocess.identity.keys import (
     NO_ADAPTER,
     AdapterIdentity,
     Mark,
+    Owners,
     PromptKeys,
     RootFields,
     Roots,
+    WeightsIdentity,
 )
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.known_prompts import Expansion, KnownPrompt, KnownPrompts
@@ -90,7 +92,9 @@ class Preprocessor:
         directory: the checkpoint.
         block_size: tokens per KV block.
         root_key: fields of the root key; the processors' fingerprint and the salt of each prompt
-            are filled in. Alternatively, a function from a salt to a 32-byte root key.
+            are filled in. Alternatively, a function from a salt to a 32-byte root key, whatever the
+            weights.
+        weights: the model's, with fields of the root key; see `renew`.
         family: the model's; None: the one named by its config.json.
         config: what counts as the content of config.json; None: the file's.
         limits: limits on media.
@@ -104,6 +108,7 @@ class Preprocessor:
             a mark moves down to the last other one.
 
     Attributes:
+        weights: of the keys of prompts; None: the function of the root key knows.
         tokenizer: the checkpoint's.
         raw_index: the memory of uploads.
         known_text: the memory of texts.
@@ -120,6 +125,7 @@ class Preprocessor:
         *,
         block_size: int,
         root_key: RootFields | Callable[[str], bytes],
+        weights: WeightsIdentity | None = None,
         family: Family | None = None,
         config: Mapping[str, Any] | None = None,
         limits: MediaLimits | None = None,
@@ -137,7 +143,8 @@ class Preprocessor:
         self.tokenizer = Tokenizer(directory, family, max_tokens, generation, config)
         self.known_text = KnownText(self.tokenizer, known_text_bytes)
         self.block_size = block_size
-        self._root_key = root_key
+        assert (weights is None) != isinstance(root_key, RootFields)
+        self._root_key, self.weights = root_key, weights
         names = self.tokenizer.special_names
         self.normalised = sentences is None or sentences.normalised
         self.sentences = None if config.get("vision_config") else sentences
@@ -207,8 +214,17 @@ class Preprocessor:
         for pool in (self._fetching, self._decoding):
             pool.shutdown(wait=True, cancel_futures=True)
 
+    def renew(self, weights: WeightsIdentity) -> None:
+        """Make the keys of prompts from now on those of other weights."""
+        self.weights = weights
+
     def root_key(self, cache_salt: str = "", adapter: str = "") -> bytes:
-        """Return the root key of a tenant's prompts; `adapter`: digest of an adapter.
+        """Return the root key of a tenant's prompts; `adapter`: digest of an adapter. Raise as
+        `owner_key` does."""
+        return self._roots(cache_salt, AdapterIdentity(adapter, adapter)).prompt
+
+    def owner_key(self, cache_salt: str = "", adapter: str = "") -> bytes:
+        """Return the key from which that root key is made, whatever the weights.
 
         Raises InvalidRequestError for a salt that is too long or has unsupported characters.
         """
@@ -229,8 +245,10 @@ class Preprocessor:
 
     def _roots(self, cache_salt: str, adapter: AdapterIdentity) -> Roots:
         """Return a prompt's root keys. Adapters that leave the tower alone share embeddings."""
-        keys = {digest: self.root_key(cache_salt, digest) for digest in {*adapter}}
-        return Roots(*(keys[digest] for digest in adapter))
+        keys = {digest: self.owner_key(cache_salt, digest) for digest in {*adapter}}
+        owners = Owners(*(keys[digest] for digest in adapter))
+        weights = self.weights
+        return Roots(*owners, owners) if weights is None else Roots.of(owners, weights)
 
     def encode(self, text: str, *, cache_salt: str = "") -> list[int]:
         """Encode a tenant's text in which special tokens keep their meaning; add no tokens.
@@ -238,7 +256,7 @@ class Preprocessor:
         Raises InvalidRequestError as `root_key` does, and ContextLengthError for a text far beyond
         the context.
         """
-        self.root_key(cache_salt)
+        self.owner_key(cache_salt)
         encode_all = self.known_text.pieces.encode_all
         pattern, ids = self.tokenizer.special_pattern, self.tokenizer.special_tokens
         self.tokenizer.check_specials(text)
@@ -285,6 +303,7 @@ class Preprocessor:
             known=None if known is None else known.keys,
             shared=0 if known is None else known.tokens,
             vision_root=roots.vision,
+            owners=roots.owners,
             block_size=self.block_size,
             spans=spans,
             end_of_turn_ids=self.tokenizer.end_of_turn_ids,
@@ -514,7 +533,7 @@ class Preprocessor:
             system_end=rendering.system_end(expansion.message_ends),
             stable_end=self._stable_end(rendering, expansion),
             marks=marks,
-            owner=self.root_key(rendering.cache_salt) if marks else b"",
+            owner=self.owner_key(rendering.cache_salt) if marks else b"",
             uncached=rendering.wishes.uncached,
             next_turn=None
             if rendering.cut
@@ -614,6 +633,7 @@ class SharedByNextTurn:
     send it back and one more turn behind it.
 
     Attributes:
+        weights: of the keys of prompts; None: the function of the root key knows.
         tokenizer: the checkpoint's.
         known: encodes text.
         rendering, expansion: the prompt.

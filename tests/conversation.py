@@ -11,11 +11,10 @@ import av
 import numpy as np
 from PIL import Image
 
-from vlm_serve.preprocess.identity.keys import RootFields
+from vlm_serve.preprocess.identity.keys import RootFields, WeightsIdentity
 from vlm_serve.preprocess.prepare import Preprocessor
 
 FIELDS = RootFields(
-    weights_fingerprint=b"w" * 32,
     weight_dtype="float32",
     compute_dtype="float32",
     memory="conv float32, kv float32",
@@ -23,11 +22,12 @@ FIELDS = RootFields(
     block_size=16,
     chunk_size=16,
 )
+WEIGHTS = WeightsIdentity(b"w" * 32, b"v" * 32)
 Messages = list[dict[str, Any]]
 
 
 def build(path: Path, **options: Any) -> Preprocessor:
-    return Preprocessor(path, block_size=16, root_key=FIELDS, **options)
+    return Preprocessor(path, block_size=16, root_key=FIELDS, weights=WEIGHTS, **options)
 
 
 def say(*parts: Any, role: str = "user") -> dict[str, Any]:

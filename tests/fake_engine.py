@@ -29,6 +29,7 @@ from vlm_serve.engine.steps.memory import MemoryPlan
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.models.adapters import Modules
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.preprocess.identity.keys import WeightsIdentity
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.text.template import TemplateTraits
@@ -39,6 +40,8 @@ from vlm_serve.structured_outputs import StructuredOutputs
 
 class FakePreprocessor:
     """Renders messages as `role: text` lines; the last line is the generation prompt."""
+
+    weights = WeightsIdentity(b"w" * 32, b"v" * 32)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -61,8 +61,8 @@ class Origin:
     """The properties that all entries of one engine share.
 
     Attributes:
-        model: 32 bytes; the root key without a tenant, which covers weights, dtypes, block and
-            chunk size, processor and numerics.
+        model: 32 bytes; the root key without a tenant and without the weights, which covers dtypes,
+            block and chunk size, processor and numerics. The keys of entries cover the weights.
         rank, world: the part of a model that is split over several devices.
     """
 

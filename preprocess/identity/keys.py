@@ -20,7 +20,8 @@ from blake3 import blake3
 
 KEY_BYTES = 32
 
-_ROOT_DOMAIN = b"vlm-serve root key 1"
+_OWNER_DOMAIN = b"vlm-serve owner key 1"
+_ROOT_DOMAIN = b"vlm-serve root key 2"
 _EMBEDDING_DOMAIN = b"vlm-serve vision embedding 2"
 _MEDIUM = b"vlm-serve medium 1"
 _MEDIUM_DIGITS = 32
@@ -99,19 +100,59 @@ class KeyScope(NamedTuple):
         return {**salt, "adapter": self.adapter} if self.adapter.whole else salt
 
 
-class Roots(NamedTuple):
-    """Root keys of a prompt: of its KV and state, and of its media's embeddings."""
+class WeightsIdentity(NamedTuple):
+    """Digests of a model's weights and config, 32 bytes each.
+
+    Attributes:
+        whole: of all tensors.
+        vision: of the vision tower's alone.
+    """
+
+    whole: bytes
+    vision: bytes
+
+
+class Owners(NamedTuple):
+    """Keys of what a prompt's root keys depend on beside the weights, which may change while
+    prompts with these keys are about.
+
+    Attributes:
+        prompt: of its KV and state.
+        vision: of its media's embeddings.
+    """
 
     prompt: bytes
     vision: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class RootFields:
-    """Everything that cached tensors depend on besides tokens and media.
+class Roots(NamedTuple):
+    """Root keys of a prompt.
 
     Attributes:
-        weights_fingerprint: BLAKE3 over the content of the weights; never over names or shapes.
+        prompt: of its KV and state.
+        vision: of its media's embeddings.
+        owners: the keys without the weights, from which they are made.
+    """
+
+    prompt: bytes
+    vision: bytes
+    owners: Owners
+
+    @classmethod
+    def of(cls, owners: Owners, weights: WeightsIdentity) -> Roots:
+        """Return the root keys under some weights."""
+        prompt, vision = (
+            hasher_of(_ROOT_DOMAIN, owner=owner, weights=digest).digest()
+            for owner, digest in zip(owners, weights, strict=True)
+        )
+        return cls(prompt, vision, owners)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootFields:
+    """Everything that cached tensors depend on besides tokens, media and weights.
+
+    Attributes:
         weight_dtype, compute_dtype: types of weights and of activations, such as "float32".
         memory: names and types of what layers keep, such as "conv float32, kv float32".
         vision_dtype: type of the vision tower.
@@ -124,7 +165,6 @@ class RootFields:
         numerics: names the arithmetic; equal names guarantee equal bits.
     """
 
-    weights_fingerprint: bytes
     weight_dtype: str
     compute_dtype: str
     memory: str
@@ -137,9 +177,9 @@ class RootFields:
     numerics: str = ""
 
     def key(self) -> bytes:
-        """Return the 32-byte root key of all prompts with these fields."""
+        """Return the 32-byte key of all prompts with these fields, see `Owners`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return hasher_of(_ROOT_DOMAIN, **values).digest()
+        return hasher_of(_OWNER_DOMAIN, **values).digest()
 
 
 def embedding_key(root: bytes, content_hash: bytes, merge_size: int) -> bytes:
@@ -172,12 +212,14 @@ class PromptKeys:
         spans: media spans, sorted by start and disjoint.
         end_of_turn_ids: tokens followed by a cut point.
         vision_root: see below; None: the root.
+        owners: see below; None: of roots that depend on nothing else.
         known: keys of another sequence under the same root that begins alike; its keys are taken.
         shared: number of tokens, and of spans before them, that both have; no span lies across.
         marks: further cut points that the request brings, each outside of spans.
 
     Attributes:
         vision_root: root of the keys of its media's embeddings.
+        owners: keys of what both roots depend on beside the weights.
         block_size: tokens per block.
         block_keys: one 32-byte key per full block.
         cuts: all cut points (multiples of the block size, span ends, positions after an end-of-turn
@@ -204,6 +246,7 @@ class PromptKeys:
         "brought",
         "cuts",
         "marks",
+        "owners",
         "root",
         "span_bounds",
         "span_continues",
@@ -222,6 +265,7 @@ class PromptKeys:
         spans: Sequence[SpanIdentity] = (),
         end_of_turn_ids: Collection[int] = (),
         vision_root: bytes | None = None,
+        owners: Owners | None = None,
         known: PromptKeys | None = None,
         shared: int = 0,
         marks: Collection[int] = (),
@@ -229,6 +273,7 @@ class PromptKeys:
         assert len(root) == KEY_BYTES and block_size > 0
         self.root = root
         self.vision_root = root if vision_root is None else vision_root
+        self.owners = owners or Owners(root, self.vision_root)
         self.block_size = block_size
         self._end_of_turn_ids = frozenset(end_of_turn_ids)
         self.span_bounds = tuple((span.start, span.end) for span in spans)
@@ -359,6 +404,7 @@ class PromptKeys:
             block_size=self.block_size,
             end_of_turn_ids=self._end_of_turn_ids,
             vision_root=self.vision_root,
+            owners=self.owners,
         )
 
     def fork(self, root: bytes | None = None) -> PromptKeys:
@@ -371,10 +417,23 @@ class PromptKeys:
             setattr(copy, name, getattr(self, name))
         if root is not None:
             copy.root = copy.vision_root = root
+            copy.owners = Owners(root, root)
         copy.block_keys = self.block_keys.copy()
         copy.cuts = self.cuts.copy()
         copy.tails = self.tails.copy()
         copy._packed = self._packed.copy()
+        return copy
+
+    def under(self, weights: WeightsIdentity) -> PromptKeys:
+        """Return the keys of the same tokens under other weights, as an independent copy."""
+        copy, size = self.fork(), self.block_size
+        copy.root, copy.vision_root, _ = Roots.of(self.owners, weights)
+        copy.block_keys, copy.tails = [], {}
+        for block in range(self._length // size):
+            at, end = block * size, (block + 1) * size
+            key = copy._key(block, self.packed(at, end), self._pack_within(at, end))
+            copy.block_keys.append(key)
+        copy.tails = {cut: copy.tail(cut) for cut in self.tails}
         return copy
 
     def packed(self, start: int, end: int) -> bytes:

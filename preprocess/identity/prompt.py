@@ -140,7 +140,7 @@ class Prompt:
     marks: tuple[Mark, ...] = ()
     """Cut points that the client asks to be kept for a time, ascending."""
     owner: bytes = b""
-    """Key of the tenant's root without an adapter: whose pins the marks are."""
+    """Key of the tenant without an adapter, see `Owners`: whose pins the marks are."""
     uncached: bool = False
     """The client wants nothing read from the cache, and nothing written."""
     waited: float = field(default=0.0, compare=False)

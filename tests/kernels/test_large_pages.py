@@ -83,6 +83,19 @@ def test_arenas_end_with_their_last_tensor() -> None:
     assert not one.take(8).any()
 
 
+def test_what_has_arenas_of_its_own_is_unmapped_alone() -> None:
+    before = zeros(1 << 20, dtype=torch.uint8)
+    with large_pages.own_arenas():
+        inside = zeros(1 << 20, dtype=torch.uint8)
+        assert large_pages._arenas._arena is not None
+        arena = large_pages._arenas._arena
+    behind = zeros(1 << 20, dtype=torch.uint8)
+    assert arena() is not None
+    del inside
+    assert arena() is None
+    assert not before.any() and not behind.any()
+
+
 @needs_large_pages
 def test_weights_lie_in_them(compiler: None) -> None:
     plain = torch.randn(96, 128)

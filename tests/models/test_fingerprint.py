@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from other_user import mode, umask
+from safetensors.torch import load_file, save_file
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models import files as module
-from vlm_serve.models.files import fingerprint
+from vlm_serve.models import identity as module
+from vlm_serve.models import load_model
+from vlm_serve.models.identity import digests_of, fingerprint, tensor_digest
 
 SPEC = CheckpointSpec(num_layers=1, vision_depth=0, shards=2)
 LONG_AGO = 1_600_000_000
@@ -30,20 +34,20 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "vlm-serve" / "fingerprints.json"
+    return tmp_path / "cache" / "vlm-serve" / "tensor-digests.json"
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were really read."""
     names: list[str] = []
-    original = module._hash_file
+    original = module._hashed
 
-    def hash_file(path: str) -> str:
+    def hash_file(path: str, *opened: Any) -> Any:
         names.append(Path(path).name)
-        return original(path)
+        return original(path, *opened)
 
-    monkeypatch.setattr(module, "_hash_file", hash_file)
+    monkeypatch.setattr(module, "_hashed", hash_file)
     return names
 
 
@@ -121,7 +125,9 @@ def test_a_memory_that_others_could_write_is_not_believed(
     """They could make one checkpoint pass for another, and its cache entries for that one's."""
     right = fingerprint(path)
     content = json.loads(memory.read_text())
-    memory.write_text(json.dumps({key: [*value[:2], "0" * 64] for key, value in content.items()}))
+    memory.write_text(
+        json.dumps({key: [*value[:2], "0" * len(value[2])] for key, value in content.items()})
+    )
     memory.chmod(permissions)
     hashed.clear()
     assert fingerprint(path) == right and len(hashed) == 2
@@ -155,3 +161,45 @@ def test_unreadable_files_are_named(path: Path, memory: Path) -> None:
     (path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         fingerprint(path)
+
+
+def test_how_tensors_are_cut_into_files_does_not_count(path: Path, memory: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= load_file(file)
+    whole = fingerprint(path)
+    memory_digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+    assert memory_digests == digests_of(path)
+    assert fingerprint(path, digests=memory_digests) == whole
+    for file in path.glob("model*"):
+        file.unlink()
+    save_file(tensors, path / "model.safetensors")
+    assert fingerprint(path) == whole
+
+
+def test_each_part_of_a_tensor_counts() -> None:
+    tensor = torch.arange(6, dtype=torch.int16).view(2, 3)
+    others = (tensor.view(3, 2), tensor.view(torch.float16), tensor + 1, tensor.T.contiguous())
+    digests = {tensor_digest("a", each) for each in (tensor, *others)}
+    assert len(digests | {tensor_digest("b", tensor)}) == 6
+    assert tensor_digest("a", tensor.T) == tensor_digest("a", tensor.T.contiguous())
+    assert len(tensor_digest("a", torch.tensor(1.0))) == 32
+
+
+def test_the_tower_has_an_identity_of_its_own(tmp_path: Path, memory: Path) -> None:
+    """What the language model is does not count for it."""
+    path = make_checkpoint(tmp_path / "seeing", CheckpointSpec(num_layers=1))
+    file = path / "model.safetensors"
+    found = []
+    for changed in (None, "norm.weight", "visual.patch_embed.proj.weight"):
+        tensors = load_file(file)
+        name = next((name for name in tensors if changed and name.endswith(changed)), None)
+        if name is not None:
+            tensors[name] = tensors[name] + 1
+        save_file(tensors, file)
+        model = load_model(path, torch.float32, "cpu")
+        found.append((model.fingerprint, model.tower_fingerprint))
+        assert all("visual" in name for name in model.tower_names) and model.tower_names
+    (whole, tower), text, seeing = found
+    assert text[0] != whole and text[1] == tower
+    assert seeing[0] != text[0] and seeing[1] != tower

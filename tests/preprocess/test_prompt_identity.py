@@ -11,6 +11,7 @@ import pytest
 import torch
 from conversation import (
     FIELDS,
+    WEIGHTS,
     build,
     clip,
     picture,
@@ -19,19 +20,23 @@ from conversation import (
 from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import Owners, PromptKeys, Roots, WeightsIdentity
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
+
+OTHER = WeightsIdentity(b"y" * 32, b"z" * 32)
 
 
 def test_keys_are_those_of_the_tokens_and_spans(
     preprocessor: Preprocessor, checkpoint: Path, cat: Image.Image
 ) -> None:
     prompt = preprocessor.prepare([say(picture(cat), "a")], cache_salt="tenant-1")
-    root = replace(
+    owner = replace(
         FIELDS, cache_salt="tenant-1", processor_fingerprint=processor_fingerprint(checkpoint)
     ).key()
+    root = Roots.of(Owners(owner, owner), WEIGHTS).prompt
     assert prompt.keys.root == root == preprocessor.root_key("tenant-1")
+    assert prompt.keys.owners.prompt == owner == preprocessor.owner_key("tenant-1")
     expected = PromptKeys(
         root,
         prompt.token_ids,
@@ -53,6 +58,18 @@ def test_what_makes_keys_differ(preprocessor: Preprocessor, cat: Image.Image) ->
     assert keys(cat)[0] != keys(other)[0]
     assert len(keys(cat)) == len(keys(other))
     assert not set(keys(cat)) & set(keys(cat, "tenant"))
+
+
+def test_other_weights_are_other_keys_of_the_same_owner(checkpoint: Path, cat: Image.Image) -> None:
+    made = build(checkpoint)
+    old = made.prepare([say(picture(cat), "a")]).keys
+    for weights, same_tower in ((WEIGHTS._replace(whole=b"x" * 32), True), (OTHER, False)):
+        made.renew(weights)
+        new = made.prepare([say(picture(cat), "a")]).keys
+        assert new.root == made.root_key() != old.root and new.owners == old.owners
+        assert (new.vision_root == old.vision_root) == same_tower
+        assert old.under(weights).block_keys == new.block_keys
+        assert not set(old.block_keys) & set(new.block_keys)
 
 
 def test_a_root_function_is_used_as_it_is(checkpoint: Path) -> None:

@@ -61,6 +61,7 @@ def test_server_info_shows_no_secret(server: RunningServer) -> None:
         assert body["engine"]["block_size"] == 16 and body["server"]["max_connections"] == 1024
         assert body["version"] and body["served_model_name"] == "test-model"
         assert body["memory"]["held_bytes"]["kv"] == 6
+        assert body["weights"] == (b"w" * 32).hex()
         assert body["memory"]["resident_bytes"] > 1 << 20
         assert body["batch_invariant"]["reach"] == "none" and body["batch_invariant"]["reason"]
         for secret in ("operator", "hidden-word", "keys.yaml", "https://ours", "127.0.0.1"):

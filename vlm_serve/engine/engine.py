@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import CacheUsage, ListedNode, NodeInfo, TreePage, describe
@@ -26,6 +27,7 @@ from vlm_serve.engine.features.shares import Shares
 from vlm_serve.engine.features.tiers.loading import TierLoading
 from vlm_serve.engine.features.unread import Unread
 from vlm_serve.engine.features.usage import UsageByName
+from vlm_serve.engine.features.weights import Tensors, WeightUpdates
 from vlm_serve.engine.making import RequestMaker, with_prompts
 from vlm_serve.engine.requests.outputs import CacheReport, Delta
 from vlm_serve.engine.requests.request import Request
@@ -38,10 +40,11 @@ from vlm_serve.engine.requests.validation import (
 )
 from vlm_serve.engine.start.build import build, naming_folder
 from vlm_serve.engine.start.parts import EngineParts
-from vlm_serve.errors import EngineClosedError, NotANumberError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError, NotANumberError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.affinity import AffinityDigest
+from vlm_serve.preprocess.identity.keys import WeightsIdentity
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
 
@@ -204,6 +207,46 @@ class Engine(RequestMaker):
         removed = self.call(self._flush)
         if removed is not None:
             removed.result()
+
+    def update_weights(
+        self,
+        source: str | Path | Tensors,
+        *,
+        version: str | None = None,
+        abort: bool = False,
+        flush: bool = False,
+        below: Path | None = None,
+    ) -> WeightsIdentity:
+        """Change the model's weights, all or nothing; needs the option `allow_weight_updates`.
+
+        They are read while requests go on. Requests in flight then start again under the new
+        weights, with the tokens that they have, and their reports say so.
+
+        Args:
+            source: folder of a checkpoint with an equal config, or pairs (name, tensor) in the
+                place of some of the tensors now, by their names in the checkpoint's files. What is
+                joined with others, tied or an expert changes with any of its tensors.
+            version: a name for the new weights, which `weight_version` tells.
+            abort: end the requests in flight instead.
+            flush: empty the cache too. Nothing in it is wrong: it serves whoever goes back.
+            below: see `WeightReader.from_folder`.
+
+        Returns:
+            The digests of the weights: those of a cold start from such files.
+
+        Raises:
+            InvalidRequestError: updates are not allowed, another one is under way, there is no room
+                for both, or the weights do not fit the model; nothing has changed then.
+        """
+        updates = self._features.get(WeightUpdates)
+        if updates is None:
+            raise InvalidRequestError("start with allow_weight_updates to change the weights")
+        identity = updates.update(source, self.call, version=version, abort=abort, below=below)
+        self.weight_version = updates.version
+        self.preprocessor.renew(identity)
+        if flush:
+            self.flush()
+        return identity
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the scheduler and the cache."""

@@ -46,9 +46,11 @@ class RequestMaker:
         max_model_len: most tokens of a prompt with its answer.
         grammars: compiles grammars.
         pid: of the engine's process; None: it is this one.
+        weight_version: the name that the last update of the weights gave.
     """
 
     pid: int | None = None
+    weight_version: str = "default"
 
     config: EngineConfig
     spec: ModelSpec
@@ -115,7 +117,9 @@ class RequestMaker:
         if grammar is None and params.structured_outputs is not None:
             marked = self.preprocessor.template_traits.thinking.marked
             after = self.before_grammar(prompt, None, splits=marked)
-            grammar = self.grammars.compile(params.structured_outputs, after, prompt.keys.root)
+            grammar = self.grammars.compile(
+                params.structured_outputs, after, prompt.keys.owners.prompt
+            )
         encode = self.preprocessor.tokenizer.encode_plain
         prediction = encode(params.prediction) if "suffix" in self.config.speculative else ()
         closing: list[int] = []

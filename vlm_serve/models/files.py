@@ -1,23 +1,15 @@
-"""A checkpoint's files: a directory, or a Hugging Face hub id; their tensors, and their identity.
-
-Its identity is its content, not its name, so that fine-tunes share no cache entry.
-"""
+"""A checkpoint's files: a directory, or a Hugging Face hub id; and their tensors."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import re
-import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
@@ -31,7 +23,6 @@ from vlm_serve.models.gguf.files import (
 from vlm_serve.models.gguf.folder import POINTER, folder_of, gguf_files, open_tensors
 from vlm_serve.models.gguf.stores import stored_files
 from vlm_serve.system.foreign_files import foreign, is_gguf
-from vlm_serve.system.private_files import cache_path, make_private, open_private, secure_cache
 
 _log = logging.getLogger(__name__)
 
@@ -44,17 +35,6 @@ _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _ADAPTER = "adapter_config.json"
 _ADAPTER_FILES = (_ADAPTER, "adapter_model.safetensors", "tokenizer.json", "*.jinja")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
-
-
-_DOMAIN = b"vlm-serve weights 1"
-_MEMORY_FILE = "fingerprints.json"
-_MOST_REMEMBERED = 4096
-# A file modified within this many seconds before hashing could change again without a new mtime.
-_SETTLED_SECONDS = 2.0
-# Fields of config.json that name its writer and do not affect the computation.
-_IDLE_FIELDS = ("transformers_version", "_name_or_path")
-_Entry = tuple[int, int, str]
-"""(size, mtime in ns, hexadecimal digest)."""
 
 
 def resolve_checkpoint(
@@ -295,6 +275,31 @@ class TensorFile(Protocol):
         ...
 
 
+class TensorsInMemory:
+    """Tensors on the CPU by their names in a checkpoint's files."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {_current(name): tensor for name, tensor in tensors.items()}
+        self._stored = {_current(name): name for name in tensors}
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all tensors."""
+        return self._tensors
+
+    def source(self, name: str) -> str:
+        """Return the name by which it was given."""
+        return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor as it was given."""
+        return self._tensors[name]
+
+
 _PLAIN = {f"to_{part}": f"{part}_proj" for part in "qkv"} | {
     "to_out": "o_proj",
     "norm_q": "q_norm",
@@ -314,6 +319,9 @@ _OLDER = {
 class SafetensorsFile:
     """A file of safetensors, mapped into memory.
 
+    Attributes:
+        stored: the names in the file.
+
     Raises:
         CheckpointError: it cannot be read.
     """
@@ -321,8 +329,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         try:
             self._handle: safe_open = safe_open(path, framework="pt")
-            stored: Iterable[str] = self._handle.keys()  # type: ignore[no-untyped-call]
-            self._stored = {_current(name): name for name in stored}
+            self.stored: Sequence[str] = self._handle.keys()  # type: ignore[no-untyped-call]
+            self._stored: dict[str, str] = {_current(name): name for name in self.stored}
             self.nbytes = path.stat().st_size
         except (OSError, SafetensorError) as error:
             problem = foreign(path) or "is not a readable safetensors file"
@@ -343,8 +351,11 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as stored."""
-        stored = self._stored[name]
-        tensor: torch.Tensor = self._handle.get_tensor(stored)  # type: ignore[no-untyped-call]
+        return self.tensor_as(self._stored[name])
+
+    def tensor_as(self, name: str) -> torch.Tensor:
+        """Return the tensor of that name in the file."""
+        tensor: torch.Tensor = self._handle.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
 
@@ -369,89 +380,3 @@ def open_files(path: Path) -> list[TensorFile]:
     if files is not None:
         return [open_tensors(files)]
     return [SafetensorsFile(file) for file in weight_files(path)]
-
-
-def fingerprint(path: Path | str, config: Mapping[str, Any] | None = None) -> bytes:
-    """Return a 32-byte BLAKE3 over config.json, ModelOpt's file beside it, and every weight file.
-
-    Without `config` the file's content counts; with it, this one, which options may have changed.
-
-    A file's digest is cached by path, size and modification time in the user's cache directory
-    (`$XDG_CACHE_HOME/vlm-serve`). If that is unwritable, or another user could have written it,
-    files are hashed at every start.
-
-    Raises:
-        CheckpointError: a file is missing or unreadable.
-    """
-    path = Path(path)
-    remembered = _recall()
-    fresh: dict[str, _Entry] = {}
-    digests = []
-    for file in weight_files(path):
-        key = str(file.resolve())
-        try:
-            status = os.stat(key)
-            known = remembered.get(key)
-            if known is None or known[:2] != (status.st_size, status.st_mtime_ns):
-                known = (status.st_size, status.st_mtime_ns, _hash_file(key))
-                if time.time() - status.st_mtime > _SETTLED_SECONDS:
-                    fresh[key] = known
-        except OSError as error:
-            raise CheckpointError(f"{file.name} cannot be read") from error
-        digests.append(bytes.fromhex(known[2]))
-    if fresh:
-        _remember(fresh)
-    return blake3(_DOMAIN + _config_digest(path, config) + b"".join(digests)).digest()
-
-
-def _hash_file(path: str) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-
-
-def _config_digest(path: Path, config: Any) -> bytes:
-    try:
-        if config is None:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError("config.json cannot be read as JSON") from error
-    if isinstance(config, dict):
-        config = {name: value for name, value in config.items() if name not in _IDLE_FIELDS}
-    digest = blake3(json.dumps(config, sort_keys=True).encode())
-    with contextlib.suppress(FileNotFoundError):
-        digest.update((path / SIDECAR).read_bytes())
-    return digest.digest()
-
-
-def _recall() -> dict[str, _Entry]:
-    folder = cache_path()
-    if folder is None:
-        return {}
-    try:
-        secure_cache(folder)
-        with open(open_private(folder / _MEMORY_FILE), encoding="utf-8") as file:
-            content = json.load(file)
-        return {
-            str(key): (int(size), int(mtime), bytes.fromhex(digest).hex())
-            for key, (size, mtime, digest) in content.items()
-            if len(digest) == 64
-        }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        # Unreadable, damaged or another user's: treat it as empty; the next write replaces it.
-        return {}
-
-
-def _remember(fresh: dict[str, _Entry]) -> None:
-    """Merge into the file and replace it whole, so that readers never see half of it."""
-    folder = cache_path()
-    if folder is None:
-        return
-    merged = _recall() | fresh
-    kept = dict(list(merged.items())[-_MOST_REMEMBERED:])
-    try:
-        secure_cache(folder)
-        make_private(folder)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
-            json.dump(kept, file)
-        os.replace(file.name, folder / _MEMORY_FILE)
-    except OSError:
-        return

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.config import Changes
 from vlm_serve.models.decoder import Decoder
-from vlm_serve.models.files import fingerprint, resolve_checkpoint
+from vlm_serve.models.files import resolve_checkpoint
+from vlm_serve.models.identity import Digests, digests_of, fingerprint, tensor_digest
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
@@ -47,7 +49,9 @@ class Model:
 
     Attributes:
         spec: the architecture.
-        fingerprint: 32 bytes that identify the content of the checkpoint.
+        fingerprint: 32 bytes that identify the weights and the config.
+        tower_fingerprint: the same of the vision tower's tensors alone, and of the whole config.
+        file_digests: of the tensors in the checkpoint's files.
         dtype: of activations and of everything else.
         device: of its weights and computation.
         compiled: whether compiled CPU code multiplies.
@@ -56,6 +60,7 @@ class Model:
             states.
         quantised: names of the weights that the checkpoint holds as codes.
         modules: the projections that adapters can change.
+        tower_names: the tensors of the vision tower, by their names in the files.
         pooled: the tokens whose logits it computes alone; an empty tuple: hidden states behind the
             last norm, a number: as many labels' logits take their place; None: all tokens.
     """
@@ -70,7 +75,8 @@ class Model:
         pooled: tuple[int, ...] | int | None = None,
     ) -> None:
         self.spec = spec
-        self.fingerprint = identity
+        self.fingerprint = self.tower_fingerprint = identity
+        self.file_digests = Digests()
         self.dtype = weights.compute_dtype
         self.device = weights.device
         self.compiled = weights.compiled
@@ -84,10 +90,11 @@ class Model:
         self._inv_freq = spec.rope.frequencies().to(self.device)
         self._predictor = Predictor(spec, weights) if drafts else None
         self.drafts = drafts
-        self._vision = None
+        self._vision, read = None, weights.read
         if spec.vision is not None:
             prefix = weights.vision_prefix(spec.vision.anchor)
             self._vision = spec.vision.load(weights, prefix, weights.compute_dtype)
+        self.tower_names = weights.read - read
         self.quantised = frozenset(weights.quantised)
         self.modules = weights.modules
         self._fixed_steps = fixed_steps(self.device)
@@ -279,6 +286,25 @@ class Model:
         rows = grid[1] * grid[2] // merge**2
         return torch.empty(rows, self.spec.embedding_width, dtype=self.dtype, device="meta")
 
+    def take_weights(self, other: Model) -> None:
+        """Compute each later step with the weights of another model of the same spec and types, and
+        over the pools to which that is bound."""
+        assert self.spec == other.spec and self.dtype == other.dtype
+        self._decoder, self._predictor = other._decoder, other._predictor
+        self._vision, self.tower_names = other._vision, other.tower_names
+        self.fingerprint, self.tower_fingerprint = other.fingerprint, other.tower_fingerprint
+        self.modules, self.file_digests = other.modules, other.file_digests
+        self._caches, self._bound = other._caches, other._bound
+        self._compiled_step = other._compiled_step
+
+    def bind_like(self, other: Model) -> None:
+        """Bind the pools of another model, and compile steps if that one has.
+
+        Raises as `compile_steps` does.
+        """
+        if other._caches is not None and other._compiled_step is not None:
+            self.compile_steps(other._caches)
+
     def unbind(self) -> None:
         """Drop the pools of the last step; the next one binds its own."""
         self._caches, self._compiled_step, self._bound = None, None, ()
@@ -318,6 +344,9 @@ def load_model(
     dynamic: bool = False,
     changes: Changes | None = None,
     pooled: tuple[int, ...] | int | None = None,
+    spec: ModelSpec | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    keeps_files: bool = True,
 ) -> Model:
     """Load a checkpoint.
 
@@ -335,6 +364,8 @@ def load_model(
         dynamic: whether compiled code quantises activations beside integer codes as well.
         changes: of its config.json.
         pooled: see `Model`; on one rank, without drafts.
+        spec: of another checkpoint with the same config, with those changes; None: it is read.
+        tensors, keeps_files: see `Weights`.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
@@ -343,7 +374,7 @@ def load_model(
         BuildError: compiled code is wanted and unavailable.
     """
     directory = resolve_checkpoint(path)
-    spec = read_spec(directory, changes or Changes())
+    spec = spec or read_spec(directory, changes or Changes())
     weights = Weights(
         directory,
         dtype,
@@ -354,9 +385,17 @@ def load_model(
         scheme=spec.quantization,
         bits=bits,
         dynamic=dynamic,
+        tensors=tensors,
+        keeps_files=keeps_files,
     )
     check_defaults(spec, weights)
-    model = Model(spec, weights, fingerprint(directory, spec.config), drafts=drafts, pooled=pooled)
+    in_files = digests_of(directory)
+    given = {name: tensor_digest(name, tensor) for name, tensor in (tensors or {}).items()}
+    digests = in_files | given
+    identity = partial(fingerprint, directory, spec.config, digests)
+    model = Model(spec, weights, identity(), drafts=drafts, pooled=pooled)
+    model.tower_fingerprint = identity(only=model.tower_names)
+    model.file_digests = in_files
     weights.tell_unread()
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model

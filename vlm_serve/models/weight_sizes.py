@@ -105,6 +105,11 @@ class UnreadWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return True
 
+    @property
+    def read(self) -> frozenset[str]:
+        """No tensor is read."""
+        return frozenset()
+
     def vision_prefix(self, anchor: str) -> str:
         # Adapters name modules as checkpoints do.
         if anchor.startswith(("post_layernorm.", "embeddings.")):

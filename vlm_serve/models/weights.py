@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.config import mismatch
-from vlm_serve.models.files import TensorFile, open_files
+from vlm_serve.models.files import TensorFile, TensorsInMemory, open_files
 from vlm_serve.models.quantization.base import Format, Names, loading_format, pieces
 from vlm_serve.models.quantization.fields import PLAIN
 from vlm_serve.models.quantization.float8 import widened
@@ -65,6 +65,8 @@ class Weights:
         bits: precision to which plain weights are quantised, where their parts allow; None: they
             are not.
         dynamic: whether activations beside integer codes are quantised as well.
+        tensors: tensors in the place of those in the files, by their names there.
+        keeps_files: whether a lookup table may stay in its file.
 
     Attributes:
         quantised: names of the weights read as codes, as if they were dense.
@@ -87,8 +89,11 @@ class Weights:
         scheme: QuantScheme | None = None,
         bits: int | None = None,
         dynamic: bool = False,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        keeps_files: bool = True,
     ) -> None:
         self.ranks = ranks
+        self._keeps_files = keeps_files
         self.dtype = dtype
         self.dynamic = dynamic
         self._bits = bits
@@ -106,7 +111,16 @@ class Weights:
         for file in open_files(path):
             self._files.update(dict.fromkeys(file.names(), file))
             self._total += file.nbytes
+        if tensors:
+            self._replace(TensorsInMemory(tensors))
         self.text_prefix = self._prefix(_TEXT_PREFIXES, "embed_tokens.weight")
+
+    def _replace(self, given: TensorsInMemory) -> None:
+        """Take tensors in the place of those in the files."""
+        unknown = sorted(given.source(name) for name in given.names() if name not in self._files)
+        if unknown:
+            raise CheckpointError(f"the checkpoint has no {unknown[0]} that could be replaced")
+        self._files.update(dict.fromkeys(given.names(), given))
 
     def _prefix(self, prefixes: Sequence[str], anchor: str) -> str:
         for prefix in prefixes:
@@ -268,9 +282,14 @@ class Weights:
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 
+    @property
+    def read(self) -> frozenset[str]:
+        """The tensors that were read so far, by their names in the files."""
+        return frozenset(self._files[name].source(name) for name in self._used)
+
     def tell_unread(self) -> None:
         """Log which tensors of the files were not read, under any of their names."""
-        read = {self._files[name].source(name) for name in self._used}
+        read = self.read
         left = (name for name in self._files.keys() - self._used if not _LEFT.fullmatch(name))
         unread = sorted({self._files[name].source(name) for name in left} - read)
         if unread and not self.ranks.rank:
@@ -289,7 +308,7 @@ class Weights:
             return self._expanded(codes, part)
         table = self.mapped(name, shape)
         if table.device == self.device and table.dtype == self.dtype:
-            return table
+            return table if self._keeps_files else table.clone()
         share = self.ranks.share(len(table))
         return table[share.start : share.stop].to(self.device, self.dtype)
 

@@ -198,7 +198,9 @@ class Requests:
         if params.structured_outputs is not None:
             splits = self._reasoning != "none"
             after = engine.before_grammar(prompt, form.thought, splits=splits)
-            grammar = engine.grammars.compile(params.structured_outputs, after, prompt.keys.root)
+            grammar = engine.grammars.compile(
+                params.structured_outputs, after, prompt.keys.owners.prompt
+            )
         return engine.submit(
             prompt,
             params,

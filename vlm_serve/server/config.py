@@ -102,6 +102,12 @@ class ServerConfig:
     allowed_lora_path: str | None = _server(
         None, "folder below which adapters may be loaded at run time", metavar="DIR"
     )
+    allowed_weights_path: str | None = _server(
+        None,
+        "folder below which POST /update_weights_from_disk may take weights; needs "
+        "allow_weight_updates",
+        metavar="DIR",
+    )
     tool_call_parser: str = _server(
         "auto",
         "format of tool calls in answers; auto: the format that the chat template asks for",

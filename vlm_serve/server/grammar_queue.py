@@ -62,7 +62,7 @@ class GrammarQueue:
         Args:
             form: the form of the answer.
             after: text of the answer up to which nothing is enforced; empty: all is.
-            owner: the prompt's root key; others' grammars are not found.
+            owner: key of the prompt's tenant and adapter; others' grammars are not found.
             share: whose turn it waits for, see `auth.share_of`.
 
         Raises:

@@ -114,6 +114,7 @@ def absent_folders(engine_config: EngineConfig, config: ServerConfig) -> list[st
     folders = {
         "allowed_local_media_path": engine_config.allowed_local_media_path,
         "allowed_lora_path": config.allowed_lora_path,
+        "allowed_weights_path": config.allowed_weights_path,
     }
     return [
         f"{name}: there is no folder {folder} now, so requests for its files are refused"

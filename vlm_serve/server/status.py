@@ -183,7 +183,7 @@ async def model_info(service: Service, _: Request) -> Response:
             "served_model_name": name,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": engine.weight_version,
             "has_image_understanding": sees,
             "has_audio_understanding": False,
             "max_model_len": engine.max_model_len,
@@ -209,6 +209,7 @@ async def server_info(service: Service, request: Request) -> Response:
             "dp_size": 1,
             "max_running_requests": engine.max_num_seqs,
             "max_queued_requests": service.config.max_queued_requests,
+            "weights": weights_digest(service),
             "batch_invariant": asdict(service.engine.arithmetic.promise),
             "memory": {
                 "resident_bytes": _resident(service.engine.pid),
@@ -219,6 +220,12 @@ async def server_info(service: Service, request: Request) -> Response:
             "server": shown_options(service.config),
         }
     )
+
+
+def weights_digest(service: Service) -> str | None:
+    """Return the digest of the weights that prompts get keys for, in hexadecimal."""
+    weights = service.engine.preprocessor.weights
+    return None if weights is None else weights.whole.hex()
 
 
 def _resident(pid: int | None) -> int | None:

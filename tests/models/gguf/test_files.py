@@ -13,8 +13,8 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
 from vlm_serve.models import read_spec, resolve_checkpoint
-from vlm_serve.models.files import fingerprint
 from vlm_serve.models.gguf.folder import gguf_files, open_tensors
+from vlm_serve.models.identity import fingerprint
 
 
 @pytest.fixture(scope="module")

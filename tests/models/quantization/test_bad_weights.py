@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from vlm_serve.cli import main
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model
-from vlm_serve.models.files import fingerprint
+from vlm_serve.models.identity import fingerprint
 
 SPEC = CheckpointSpec(num_layers=1, vision_depth=0, full_attention_interval=1, dtype="bfloat16")
 UP = "model.layers.0.mlp.up_proj"

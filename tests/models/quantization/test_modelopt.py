@@ -18,7 +18,7 @@ from quantised_configs import MODELOPT_MIXED as MIXED
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model, read_spec
-from vlm_serve.models.files import fingerprint
+from vlm_serve.models.identity import fingerprint
 from vlm_serve.models.quantization.base import Format
 from vlm_serve.models.quantization.float4 import MODELOPT_NVFP4 as NVFP4
 from vlm_serve.models.quantization.float8 import Float8

@@ -12,7 +12,14 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_serve.preprocess.identity.keys import PromptKeys, RootFields, embedding_key
+from vlm_serve.preprocess.identity.keys import (
+    Owners,
+    PromptKeys,
+    RootFields,
+    Roots,
+    WeightsIdentity,
+    embedding_key,
+)
 
 END_OF_TURN = 7
 ROOT = b"r" * 32
@@ -155,7 +162,6 @@ def test_block_that_only_follows_a_medium_still_differs_through_its_parent() -> 
 
 
 FIELDS = RootFields(
-    weights_fingerprint=b"w" * 32,
     weight_dtype="float32",
     compute_dtype="float32",
     memory="conv float32, kv float32",
@@ -182,7 +188,12 @@ def test_root_fields_cannot_run_into_each_other() -> None:
 
 def test_keys_are_the_same_in_every_process() -> None:
     """Golden values: a change here makes every stored cache unreadable."""
-    assert FIELDS.key().hex()[:16] == "1e920a1ccf1fcd90"
+    assert FIELDS.key().hex()[:16] == "2b603fe9ee3dd3d3"
+    roots = Roots.of(Owners(FIELDS.key(), FIELDS.key()), WeightsIdentity(b"w" * 32, b"v" * 32))
+    assert (roots.prompt.hex()[:16], roots.vision.hex()[:16]) == (
+        "711215397a57860f",
+        "e908b30fdcb6cc65",
+    )
     keys = build([1, 2, 3, 11, 11, 7, 5], 4, [Span(3, 5)])
     assert keys.block_keys[0].hex()[:16] == "381611efd47c488f"
     assert {cut: key.hex()[:8] for cut, key in keys.tails.items()} == {5: "49c155f0", 6: "513e2459"}
@@ -191,6 +202,31 @@ def test_keys_are_the_same_in_every_process() -> None:
 def test_embedding_key_depends_on_root_content_and_how_many_rows_it_becomes() -> None:
     keys = {embedding_key(*key) for key in product((b"r", b"s"), (b"a", b"b"), (2, 4))}
     assert len(keys) == 8
+
+
+@given(prompts(), st.lists(st.sampled_from([1, 2, END_OF_TURN]), max_size=20))
+def test_keys_under_other_weights_are_those_of_a_prompt_made_for_them(
+    prompt: tuple[list[int], int, list[Span]], answer: list[int]
+) -> None:
+    ids, size, spans = prompt
+    owners = Owners(b"o" * 32, b"p" * 32)
+    made = []
+    for digest in (b"a" * 32, b"b" * 32):
+        weights = WeightsIdentity(digest, b"v" + digest[1:])
+        roots = Roots.of(owners, weights)
+        keys = PromptKeys(
+            roots.prompt, ids, block_size=size, spans=spans, end_of_turn_ids={END_OF_TURN},
+            vision_root=roots.vision, owners=owners,
+        )  # fmt: skip
+        keys.extend(answer)
+        made.append(keys)
+    old, new = made
+    moved = old.under(weights)
+    assert moved.root != old.root and moved.vision_root != old.vision_root
+    for keys in (new, moved):
+        keys.extend([1, END_OF_TURN, 3])
+    for name in PromptKeys.__slots__:
+        assert getattr(moved, name) == getattr(new, name), name
 
 
 @given(prompts(), st.data())

@@ -49,7 +49,7 @@ class Admitter:
             if lease is not None:
                 sequence.lease = lease
                 return True
-        attempt = (sequence.number, budget, alone, whole, self._cache.version)
+        attempt = (sequence.keys, budget, alone, whole, self._cache.version)
         if self._refused == attempt:
             return False  # the cache has not changed since the last attempt
         admitted = self._try(sequence, budget, alone=alone, whole=whole)
@@ -126,7 +126,7 @@ class Admitter:
                 interval=self._state_interval,
                 min_gain=self._cache.config.least_gain,
                 first_row=self._needs(sequence).first_row,
-                learned=self._cache.places.of(sequence.keys.root),
+                learned=self._cache.places.of(sequence.keys.owners.prompt),
             )
         )
         return True
@@ -170,6 +170,7 @@ class Admitter:
             reason=match.reason,
             experts_missing=admission.experts_missing,
             logprobs_reused=admission.logprobs_reused,
+            weights=admission.weights,
             joined_tokens=joined_tokens,
             joined_ms=joined_ms,
             answer_tokens=match.answered if boundary else 0,

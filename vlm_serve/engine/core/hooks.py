@@ -50,6 +50,10 @@ class Loop(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request. Ignore unknown ids."""
 
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """The requests that have not ended."""
+
 
 class StepRow(NamedTuple):
     """One slice of a step, and its sequence, which may have ended."""
@@ -112,6 +116,7 @@ class Admission:
         joined_tokens, joined_ms: what waiting for another prefill has gained and taken.
         experts_missing: number of reused tokens without recorded experts.
         logprobs_reused: number of rows of log-probabilities from the cache.
+        weights: see `CacheReport`.
     """
 
     sequence: Sequence
@@ -123,6 +128,7 @@ class Admission:
     joined_ms: float = 0.0
     experts_missing: int = 0
     logprobs_reused: int = 0
+    weights: str = ""
 
     @property
     def request(self) -> Request:
@@ -143,6 +149,9 @@ class Hooks:
 
     Attributes:
         on_added: a request has been queued.
+        on_rekeyed: a request that has not ended has got other keys, under which it starts again:
+            nothing that was computed of it holds.
+        on_renewed: the model has other weights.
         on_waiting: a sequence begins to wait for its admission, at first or again.
         on_matching: a sequence is about to be matched, or has to start without a match: ask for
             what it needs.
@@ -202,6 +211,8 @@ class Hooks:
     """
 
     on_added: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
+    on_rekeyed: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
+    on_renewed: list[Callable[[], None]] = field(default_factory=list)
     on_waiting: list[Callable[[Sequence], None]] = field(default_factory=list)
     on_matching: list[Callable[[Sequence, Needs], None]] = field(default_factory=list)
     on_admitted: list[Callable[[Sequence], None]] = field(default_factory=list)
@@ -296,6 +307,7 @@ def _unchanged(subject: object, value: object) -> object:
 
 _OF_ONE: dict[str, Callable[..., Any]] = {
     "on_added": _nothing,
+    "on_rekeyed": _nothing,
     "on_matching": _nothing,
     "on_admitted": _nothing,
     "on_matched": _nothing,

@@ -174,6 +174,11 @@ class EngineLoop:
         """Return a request that has not ended."""
         return self._groups.get(request_id)
 
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """The requests that have not ended."""
+        return list(self._groups.values())
+
     def abort(self, request_id: str) -> None:
         """End a request. Ignore unknown ids."""
         group = self.find(request_id)

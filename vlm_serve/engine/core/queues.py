@@ -156,6 +156,15 @@ class SequenceQueues:
         sequence.suspended = self.cache.suspend(sequence.lease)
         self._return_to_waiting(sequence)
 
+    def retract(self, sequence: Sequence) -> None:
+        """Move a running sequence back to waiting, and drop what was computed of one that waits."""
+        if sequence in self.running:
+            self.preempt(sequence)
+        if sequence.suspended is not None:
+            self.cache.drop(sequence.suspended)
+            sequence.suspended = None
+        self.media.release_all(sequence)
+
     def fold(self, sequence: Sequence) -> None:
         """Schedule pending updates to be folded into the sequence's row at the start of the next
         step."""

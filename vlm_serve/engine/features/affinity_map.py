@@ -55,6 +55,12 @@ class AffinityMap:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def on_renewed(self) -> None:
+        """Forget all nodes: requests are not sent here for what other weights have computed."""
+        with self._lock:
+            self._notes += 1
+            self._nodes.clear()
+
     def on_answering(self, group: SequenceGroup) -> None:
         """Record a request whose prompt has been computed."""
         if group.report is not None:

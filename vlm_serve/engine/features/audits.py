@@ -112,6 +112,13 @@ class Auditor:
             return
         self._pending.append(_Audit(group, group.sequences[0].generated))
 
+    def on_renewed(self) -> None:
+        """Drop all audits: other weights give other answers."""
+        self.counts.dropped += len(self._pending)
+        self._pending.clear()
+        if self.running is not None:
+            self._loop.abort(self.running.request_id)
+
     def start(self) -> Request | None:
         """Return the next cold request; None if no audit is queued."""
         assert self.running is None
@@ -174,6 +181,7 @@ def _eligible(group: SequenceGroup) -> bool:
     return (
         not request.cold
         and group.cached_tokens > 0
+        and not (group.report is not None and group.report.weight_changes)
         and group.sequences[0].answer.finish_reason in ("stop", "length")
         and params.temperature == 0
         and request.grammar is None

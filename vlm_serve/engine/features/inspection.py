@@ -131,6 +131,10 @@ class Inspector:
         self._cache.bring_marks(keys)
         return keys
 
+    def on_renewed(self) -> None:
+        """Release all pins: requests do not find what they hold."""
+        self._cache.timed_pins.clear()
+
     def pin(self, prompt: Prompt, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin the deepest usable prefix; return its number of tokens."""
         tokens = self._cache.pin(self._keys(prompt), self.clock() + ttl_seconds, owner)

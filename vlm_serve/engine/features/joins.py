@@ -20,7 +20,7 @@ from vlm_serve.engine.core.admission import Admitter
 from vlm_serve.engine.core.hooks import Admission, CommittedRow
 from vlm_serve.engine.core.queues import SequenceQueues
 from vlm_serve.engine.requests.plan import Slice, StepOutput
-from vlm_serve.engine.requests.sequence import Sequence
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 MAX_IDLE_STEPS = 4
 """Steps without progress of a leader after which its followers wait no longer."""
@@ -201,6 +201,16 @@ class Joins:
         lead = self._leads.get(sequence.number)
         for join in list(lead.joins.values()) if lead is not None else ():
             self._end(join)
+
+    def rekeyed(self, sequence: Sequence) -> None:
+        """Compare a waiting sequence anew; nothing that another one has left concerns it."""
+        self.release(sequence)
+        history = self._histories.get(sequence.number)
+        if history is not None:
+            self._expect(history, None)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+            self.waits(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a finished sequence."""
@@ -389,6 +399,11 @@ class Joining:
         self._may_follow = queues.hooks.may_follow
         self._gain = config.min_snapshot_gain * config.block_size
         self._least_gain = config.block_size
+
+    def on_rekeyed(self, group: SequenceGroup) -> None:
+        """Compare a request's sequences anew."""
+        for sequence in group.sequences:
+            self.joins.rekeyed(sequence)
 
     def on_matched(self, admission: Admission) -> None:
         """Report what waiting for a leader has brought."""

@@ -31,9 +31,11 @@ class PromptLog:
         first: first token whose row is wanted.
         next: first token whose row is missing.
         num_reused: number of rows from the cache.
+        old: whether other weights have computed them.
     """
 
     def __init__(self, first: int, end: int, top: int) -> None:
+        self.old = False
         self.first = self.next = max(1, first)
         self.num_reused = 0
         self._end = end
@@ -112,6 +114,14 @@ class LogprobReports:
             params.prompt_logprobs_start, len(group.request.prompt), params.prompt_logprobs
         )
 
+    def on_rekeyed(self, group: SequenceGroup) -> None:
+        """Collect the rows of a prompt anew. Those of one whose answer has begun are reported, and
+        the cache is to have none of them."""
+        if any(sequence.num_generated for sequence in group.sequences):
+            self._logs[group].old = True
+        else:
+            self.on_added(group)
+
     def on_matching(self, sequence: Sequence, needs: Needs) -> None:
         """Have a match end before the first row that is missing."""
         log = self._logs[sequence.group]
@@ -154,7 +164,7 @@ class LogprobReports:
             reported = output.prompt_logprobs.get(item.sequence)
             if reported is not None:
                 log.put(item.reported_start + 1, reported)
-            records[item.sequence].logprobs = log.known
+            records[item.sequence].logprobs = None if log.old else log.known
 
     def report_first(self, sequence: Sequence, delta: Delta) -> Delta:
         """Add the rows to a choice's first delta."""

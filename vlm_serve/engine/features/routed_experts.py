@@ -104,6 +104,10 @@ class ExpertReports:
     def on_added(self, group: SequenceGroup) -> None:
         self._logs.update({sequence.number: ExpertLog() for sequence in group.sequences})
 
+    def on_rekeyed(self, group: SequenceGroup) -> None:
+        """Collect the experts anew: those of all tokens are computed again."""
+        self.on_added(group)
+
     def on_matching(self, sequence: Sequence, needs: Needs) -> None:
         """Have a match end at the first gap, if there may be none."""
         needs.complete_experts = self._needs_all(sequence)

@@ -28,6 +28,7 @@ from vlm_serve.engine.features.routed_experts import ExpertReports
 from vlm_serve.engine.features.shares import Shares
 from vlm_serve.engine.features.tiers.fetching import Fetching
 from vlm_serve.engine.features.unread import Unread
+from vlm_serve.engine.features.weights import WeightReader, WeightUpdates
 from vlm_serve.engine.requests.request import Request
 
 _T = TypeVar("_T")
@@ -45,6 +46,7 @@ class Options:
         pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
         never_drafted: tokens that are never drafted.
         slots: slots of adapters; None: no request has one.
+        weights: reads other weights; None: they do not change.
     """
 
     config: SchedulerConfig
@@ -54,6 +56,7 @@ class Options:
     pass_costs: CostCurve | None = None
     never_drafted: frozenset[int] = frozenset()
     slots: AdapterSlots | None = None
+    weights: WeightReader | None = None
 
 
 class FeatureRow(NamedTuple):
@@ -138,7 +141,12 @@ def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
     return None if options.slots is None else AdapterWaiting(scheduler.queues, options.slots)
 
 
+def _weights(scheduler: Scheduler, options: Options) -> WeightUpdates | None:
+    return None if options.weights is None else WeightUpdates(scheduler, options.weights)
+
+
 TABLE = (
+    FeatureRow("weights", _weights),
     FeatureRow("shares", _shares),
     FeatureRow("unread", _unread),
     FeatureRow("joins", _joins),

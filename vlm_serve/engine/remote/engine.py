@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,7 @@ from vlm_serve.engine.requests.validation import check_page
 from vlm_serve.errors import EngineClosedError, EngineError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.affinity import AffinityDigest
+from vlm_serve.preprocess.identity.keys import WeightsIdentity
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.system import child, children
 from vlm_serve.system.wire import ConnectionLostError, Wire
@@ -168,6 +170,15 @@ class RemoteEngine(RequestMaker):
         """See `Engine.flush`."""
         self._peer.ask("flush")
         self.preprocessor.forget()
+
+    def update_weights(
+        self, source: str | Path, *, version: str | None = None, **options: Any
+    ) -> WeightsIdentity:
+        """See `Engine.update_weights`; from a folder."""
+        identity = self._peer.ask("update_weights", source, version, options)
+        self.weight_version = self.weight_version if version is None else version
+        self.preprocessor.renew(identity)
+        return cast("WeightsIdentity", identity)
 
     def stats(self) -> dict[str, Any]:
         """See `Engine.stats`."""

@@ -35,6 +35,7 @@ from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.start.build import device_of
 from vlm_serve.errors import VlmServeError
+from vlm_serve.preprocess.identity.keys import WeightsIdentity
 from vlm_serve.system.collector import freeze_startup_objects
 from vlm_serve.system.host_memory import release_freed_memory, retain_freed_memory
 from vlm_serve.system.log_output import start_logging
@@ -67,6 +68,7 @@ class Worker:
             peer.asked[f"pins.{name}"] = getattr(engine.pins, name)
         peer.asked |= {"check": self._check, "compile": self._compile, "nodes": tree.nodes}
         peer.asked |= {"warm": engine.grammars.warm, "load": self._load, "unload": self._unload}
+        peer.asked["update_weights"] = self._update
         peer.asked["embedded"] = engine.parts.media.cache.__contains__
         if engine.parts.tiers is not None:
             records = UploadTiers(engine.parts.tiers.stack)
@@ -175,6 +177,9 @@ class Worker:
     def _load(self, wanted: LoRA, taken: tuple[str, ...], below: Path | None) -> None:
         self._engine.adapters.load(wanted, taken=taken, below=below)
         self._tell_served()
+
+    def _update(self, source: str | Path, version: str | None, options: Any) -> WeightsIdentity:
+        return self._engine.update_weights(source, version=version, **options)
 
     def _unload(self, name: str, timeout: float | None) -> None:
         self._engine.adapters.unload(name, timeout)

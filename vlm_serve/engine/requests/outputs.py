@@ -108,6 +108,21 @@ class KeptMark:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightChange:
+    """New weights in the middle of a choice, whose prompt and tokens are computed again by them.
+
+    Attributes:
+        choice: its index.
+        token: index of its first token that was chosen by them.
+        weights: their digest, in hexadecimal.
+    """
+
+    choice: int
+    token: int
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
     """Cache report of one request (docs/architecture.md#reasons).
 
@@ -135,6 +150,9 @@ class CacheReport:
         snapshots: positions of the prompt at which the cache has a state now.
         marks: the client's marks and lifetimes, in order.
         boundary_key: hexadecimal key of the cache's node that ends at `boundary`, None at 0.
+        weights: digest of the weights that began with the prompt, if these may change; else "".
+        weight_changes: the later ones, in order. Tokens from there on, and all that they follow
+            from, were computed by those.
         resumed: how often the answer was resumed by another engine; all else describes the first
             attempt.
     """
@@ -160,6 +178,8 @@ class CacheReport:
     snapshots: tuple[int, ...] = ()
     marks: tuple[KeptMark, ...] = ()
     boundary_key: str | None = None
+    weights: str = ""
+    weight_changes: tuple[WeightChange, ...] = ()
     resumed: int = 0
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.requests.answer import Answer
-from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage, WeightChange
 from vlm_serve.engine.requests.plan import (
     SampledToken,
     SampleTask,
@@ -26,6 +26,7 @@ from vlm_serve.preprocess.identity.keys import KEY_BYTES
 if TYPE_CHECKING:
     from vlm_serve.cache.records import Lease
     from vlm_serve.cache.suspension import Suspended
+    from vlm_serve.preprocess.identity.keys import WeightsIdentity
 
 
 class SequenceGroup:
@@ -73,6 +74,22 @@ class SequenceGroup:
             self.drafted_tokens - self.accepted_tokens,
             self.written_tokens,
         )
+
+    def rekey(self, weights: WeightsIdentity) -> None:
+        """Make all keys those of other weights. Nothing was computed of it, or nothing of that is
+        used."""
+        prompt = replace(self.request.prompt, keys=self.request.prompt.keys.under(weights))
+        self.request = replace(self.request, prompt=prompt)
+        for sequence in self.sequences:
+            sequence.request, sequence.prompt = self.request, prompt
+            sequence.keys = sequence.keys.under(weights)
+        begun = [sequence for sequence in self.sequences if sequence.num_generated]
+        if not begun or self.report is None:
+            self.report = None
+            return
+        digest = weights.whole.hex()
+        changes = (WeightChange(each.index, each.num_generated, digest) for each in begun)
+        self.report = replace(self.report, weight_changes=(*self.report.weight_changes, *changes))
 
     def part(self) -> None:
         """Let go of the choices of a request that has ended.

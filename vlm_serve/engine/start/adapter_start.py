@@ -52,6 +52,8 @@ def make_adapters(
 
 def _check(source: ModelSource, template: str | None, file: AdapterFile) -> None:
     """Compare what an adapter's folder has of its model. Raises CheckpointError."""
+    if not source.keeps_files:
+        raise CheckpointError("adapters cannot be used with allow_weight_updates")
     check_files(source.path, file.path, template=template)
     check_base(source.path, file, tied=source.spec.tied_embeddings)
 

@@ -40,6 +40,7 @@ from vlm_serve.engine.start.kernel_check import check_at_start
 from vlm_serve.engine.start.machine_sizes import MachineSizes, with_machine, with_step_target
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.engine.start.step_memory import reported_tokens, try_steps
+from vlm_serve.engine.start.weight_start import make_reader
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -73,7 +74,7 @@ from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import WeightBytes, check_stored, weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.preprocess.identity.keys import RootFields
+from vlm_serve.preprocess.identity.keys import RootFields, WeightsIdentity
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
@@ -137,7 +138,10 @@ def build(
         types = arithmetic.types
         config, machine = with_machine(config, layout, types, spec.vocab_size, memory)
     pooled = pooled_tokens(config, spec, path)
-    source = ModelSource(path, spec, arithmetic, device, backend.compiled, mtp, changes, pooled)
+    fixed = not config.allow_weight_updates
+    source = ModelSource(
+        path, spec, arithmetic, device, backend.compiled, mtp, changes, pooled, keeps_files=fixed
+    )
     loaded, started = load(source, config, processes)
     try:
         executor = _Loaded(source, layout, loaded, started, owned=processes is None)
@@ -215,7 +219,7 @@ def _assemble(
         config,
         cache,
         executor.pages,
-        preprocessor.root_key(),
+        preprocessor.owner_key(),
         form=form,
         address=address,
         promised=source.compiled,
@@ -236,6 +240,15 @@ def _assemble(
     tokenizer = preprocessor.tokenizer
     limits = _scheduler_config(config, spec, source)
     scheduler = Scheduler(cache, media, limits)
+    weights = weights_in_memory(
+        spec,
+        config,
+        source.arithmetic,
+        source.device,
+        compiled=source.compiled,
+        mtp=source.drafts,
+        quantised=model.quantised,
+    )
     options = Options(
         limits,
         fetcher=fetcher,
@@ -244,20 +257,13 @@ def _assemble(
         pass_costs=pass_costs,
         never_drafted=preprocessor.media_token_ids,
         slots=slots,
+        weights=make_reader(source, model, config, weights),
     )
     return EngineParts(
         config=_decided(config, source, graphs=bool(graphs.steps)),
         spec=spec,
         arithmetic=source.arithmetic,
-        weights=weights_in_memory(
-            spec,
-            config,
-            source.arithmetic,
-            source.device,
-            compiled=source.compiled,
-            mtp=source.drafts,
-            quantised=model.quantised,
-        ),
+        weights=weights,
         memory=memory,
         steps=steps,
         preprocessor=preprocessor,
@@ -406,7 +412,6 @@ def _preprocessor(
     thoughtless = {"enable_thinking": False} if judges else {}
     names = source.arithmetic.types.names()
     root = RootFields(
-        weights_fingerprint=model.fingerprint,
         weight_dtype=names["weights"],
         compute_dtype=names["compute"],
         memory=loaded.layout.types(source.arithmetic.types.pools),
@@ -421,6 +426,7 @@ def _preprocessor(
         source.path,
         block_size=config.block_size,
         root_key=root,
+        weights=WeightsIdentity(model.fingerprint, model.tower_fingerprint),
         family=model.spec.family,
         config=model.spec.config,
         limits=_media_limits(config),

@@ -360,7 +360,7 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
         return None
     splits = reasoning_parser_of(service) != "none"
     after = service.engine.before_grammar(prompt, thought_of(task, prompt), splits=splits)
-    return await service.grammars.compile(form, after, prompt.keys.root, task.share)
+    return await service.grammars.compile(form, after, prompt.keys.owners.prompt, task.share)
 
 
 def _time_limit(service: Service, task: Task) -> float | None:

@@ -20,7 +20,7 @@ from vlm_serve.server.http.browsers import refuse_foreign_scripts
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
 
-_MAX_PATH = 4096
+MAX_PATH = 4096
 
 
 class UnloadAdapter(ExactModel):
@@ -32,7 +32,7 @@ class UnloadAdapter(ExactModel):
 class LoadAdapter(UnloadAdapter):
     """The body of a request to load an adapter."""
 
-    lora_path: str = Field(min_length=1, max_length=_MAX_PATH)
+    lora_path: str = Field(min_length=1, max_length=MAX_PATH)
 
 
 class AdapterChanged(BaseModel):
@@ -51,7 +51,7 @@ async def load_lora_adapter(service: Service, request: Request) -> Response:
     """
     allowed = _allowed(service, request)
     body = await read_json(service, request, LoadAdapter)
-    root, path = _below(allowed, body.lora_path)
+    root, path = folder_below(allowed, body.lora_path, "lora_path", "allowed_lora_path")
     names = service.state.model_names
     wanted = LoRA(body.lora_name, path)
     try:
@@ -87,10 +87,13 @@ def _allowed(service: Service, request: Request) -> Path:
     return Path(folder)
 
 
-def _below(allowed: Path, name: str) -> tuple[Path, Path]:
-    """Return the allowed folder and the one of that name, with links resolved."""
+def folder_below(allowed: Path, name: str, field: str, option: str) -> tuple[Path, Path]:
+    """Return the allowed folder and the one that a field of the body names, with links resolved.
+
+    Raises InvalidRequestError if that is no folder below the one that an option allows.
+    """
     problem = InvalidRequestError(
-        "lora_path must name a folder below the server's allowed_lora_path", param="lora_path"
+        f"{field} must name a folder below the server's {option}", param=field
     )
     try:
         root = allowed.resolve(strict=True)

@@ -15,7 +15,8 @@ WEAK, STRONG = 0, MAX_EVIDENCE
 
 
 def sequence(number: int, tenant: bytes = b"") -> Sequence:
-    return cast(Sequence, SimpleNamespace(number=number, keys=SimpleNamespace(root=tenant)))
+    keys = SimpleNamespace(owners=SimpleNamespace(prompt=tenant))
+    return cast(Sequence, SimpleNamespace(number=number, keys=keys))
 
 
 def test_trust_follows_what_became_of_drafts() -> None:

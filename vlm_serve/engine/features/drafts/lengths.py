@@ -73,7 +73,7 @@ class AcceptanceTracker:
     def of(self, sequence: Sequence, drafter: int) -> Acceptance:
         by_drafter = self._by_sequence.setdefault(sequence.number, {})
         if drafter not in by_drafter:
-            common = self._common.get((sequence.keys.root, drafter), Acceptance())
+            common = self._common.get((sequence.keys.owners.prompt, drafter), Acceptance())
             by_drafter[drafter] = Acceptance(common.rates.copy())
         return by_drafter[drafter]
 
@@ -82,7 +82,7 @@ class AcceptanceTracker:
     ) -> None:
         """Record how many of a sequence's drafts were accepted; `evidence` is that of the first."""
         self.of(sequence, drafter).learn(drafted, accepted, evidence)
-        place = (sequence.keys.root, drafter)
+        place = (sequence.keys.owners.prompt, drafter)
         self._common.setdefault(place, Acceptance()).learn(
             drafted, accepted, evidence, _COMMON_WEIGHT
         )

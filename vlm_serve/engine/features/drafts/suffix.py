@@ -110,7 +110,7 @@ class IndexedText:
 
 
 class Answers:
-    """Earlier answers with a common root key.
+    """Earlier answers of one tenant and adapter.
 
     Attributes:
         texts: texts by number, ascending. The oldest are removed first.
@@ -277,7 +277,7 @@ class SuffixDrafter:
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         follower = self._followers.get(sequence.number)
         if follower is None:
-            follower = _Follower(sequence, self._answers.get(sequence.keys.root))
+            follower = _Follower(sequence, self._answers.get(sequence.keys.owners.prompt))
             self._followers[sequence.number] = follower
         return follower.propose(sequence.token_ids, limit)
 
@@ -292,16 +292,16 @@ class SuffixDrafter:
             return
         while self.num_bytes + size > self._most_bytes:
             self._remove_oldest()
-        number, root = next(self._numbers), sequence.keys.root
+        number, owner = next(self._numbers), sequence.keys.owners.prompt
         text = array("i", (*before, *generated_ids))
-        self._answers.setdefault(root, Answers()).add(number, text, first=len(before))
-        self._order[number] = root, size
+        self._answers.setdefault(owner, Answers()).add(number, text, first=len(before))
+        self._order[number] = owner, size
         self.num_bytes += size
 
     def _remove_oldest(self) -> None:
-        number, (root, size) = self._order.popitem(last=False)
-        answers = self._answers[root]
+        number, (owner, size) = self._order.popitem(last=False)
+        answers = self._answers[owner]
         self.num_bytes -= size
         answers.remove(number)
         if not answers.texts:
-            del self._answers[root]
+            del self._answers[owner]

@@ -445,7 +445,7 @@ class Endings:
 
 def _group(sequence: Sequence) -> Group:
     turn = sequence.request.next_turn
-    return sequence.prompt.keys.root, _TOKENS if turn is None else turn.kind
+    return sequence.prompt.keys.owners.prompt, _TOKENS if turn is None else turn.kind
 
 
 def _contains(keys: PromptKeys, ending: Ending) -> bool:

@@ -9,7 +9,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.lookup import Segment
 from vlm_serve.engine.core.hooks import Admission, Hooks
-from vlm_serve.engine.requests.sequence import Sequence
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 
 class _Fetched(NamedTuple):
@@ -39,9 +39,11 @@ class Fetching:
         if sequence.number in self._fetched or sequence.fetching:
             return not sequence.fetching
 
+        keys = sequence.keys
+
         def arrived(segments: tuple[Segment, ...], failed: bool) -> None:
             sequence.fetching = False
-            if sequence.answer.finish_reason is None:
+            if sequence.answer.finish_reason is None and sequence.keys is keys:
                 self._fetched[sequence.number] = _Fetched(segments, failed)
             for notice in self._hooks.on_fetched:
                 notice(sequence)
@@ -65,6 +67,11 @@ class Fetching:
         admission.fetched = fetched.segments
         if fetched.failed and admission.reason != "full":
             admission.reason = "tier_error"
+
+    def on_rekeyed(self, group: SequenceGroup) -> None:
+        """Forget what has come under other keys. What is on its way serves nobody here."""
+        for sequence in group.sequences:
+            self._fetched.pop(sequence.number, None)
 
     def on_ended(self, sequence: Sequence) -> None:
         """Forget a sequence that was never admitted."""

@@ -69,7 +69,7 @@ def make_tiers(
     small.
 
     Args:
-        model: 32 bytes that identify weights, types and numerics.
+        model: 32 bytes that identify config, types and numerics; keys of entries name the weights.
         form: shape and type of the embeddings; None for a model without a vision tower.
         address: address of the shared store; None if there is none.
         promised: True if a hit has the bits of a cold run whatever made the entries.

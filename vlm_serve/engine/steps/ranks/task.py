@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from vlm_serve.engine.numerics.arithmetic import Arithmetic, Types
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.memory import MemoryPlan
 from vlm_serve.engine.steps.step_paths import compile_steps
+from vlm_serve.kernels.large_pages import own_arenas
 from vlm_serve.kernels.ranks import ALONE, GroupRanks, Ranks, SharedRanks
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
@@ -53,9 +56,19 @@ class ModelSource:
     drafts: bool = False
     changes: Changes = field(default_factory=Changes)
     pooled: tuple[int, ...] | int | None = None
+    keeps_files: bool = True
 
-    def load(self, ranks: Ranks = ALONE) -> Model:
-        """Load a rank's part of the model. Raise whatever loading raises."""
+    def load(self, ranks: Ranks = ALONE, **given: Any) -> Model:
+        """Load a rank's part of the model. Raise whatever loading raises.
+
+        Args:
+            given: further options of `load_model`.
+        """
+        # Weights that may leave share no memory with pools, which stay.
+        with nullcontext() if self.keeps_files else own_arenas():
+            return self._load(ranks, given)
+
+    def _load(self, ranks: Ranks, given: dict[str, Any]) -> Model:
         return load_model(
             self.path,
             self.arithmetic.types.weights,
@@ -68,6 +81,8 @@ class ModelSource:
             dynamic=self.arithmetic.dynamic,
             changes=self.changes,
             pooled=self.pooled,
+            keeps_files=self.keeps_files,
+            **given,
         )
 
 

@@ -260,11 +260,12 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 class VisibleRoots:
     """Root keys below which a client sees the cache: of its salt, without an adapter and with each
-    served one. An adapter that leaves while this lives stays visible, as its nodes do.
+    served one. Adapters that leave and weights that change while this lives stay visible, as their
+    nodes do.
 
     Attributes:
         everything: the client sees all nodes.
-        owner: the root without an adapter, which owns the client's pins; None: those of all.
+        owner: the key of its tenant, which owns the client's pins; None: those of all.
     """
 
     def __init__(self, service: Service, request: Request) -> None:
@@ -272,21 +273,26 @@ class VisibleRoots:
         self.owner: bytes | None = None
         self._adapters = service.engine.adapters
         self._preprocessor = service.engine.preprocessor
-        self._known: dict[str, bytes] = {}
+        self._known: dict[tuple[object, str], bytes] = {}
         if not self.everything:
             self._salt = salt_of(request.scope, None)
-            self.owner = self._known[""] = self._preprocessor.root_key(self._salt)
+            self.owner = self._preprocessor.owner_key(self._salt)
+            self._add("")
 
     def __contains__(self, root: object) -> bool:
         return self.everything or root in self._known.values()
 
     def refresh(self) -> VisibleRoots:
-        """Add the roots of adapters that were loaded since."""
-        for served in () if self.everything else self._adapters.all():
-            digest = served.identity.whole
-            if digest not in self._known:
-                self._known[digest] = self._preprocessor.root_key(self._salt, digest)
+        """Add the roots of adapters that were loaded since, and of weights that came since."""
+        if not self.everything:
+            for digest in ("", *(served.identity.whole for served in self._adapters.all())):
+                self._add(digest)
         return self
+
+    def _add(self, digest: str) -> None:
+        name = self._preprocessor.weights, digest
+        if name not in self._known:
+            self._known[name] = self._preprocessor.root_key(self._salt, digest)
 
     def below(self, entries: Sequence[ListedNode]) -> Sequence[ListedNode]:
         """Return the visible ones of some nodes."""

@@ -86,7 +86,7 @@ async def pin(service: Service, request: Request) -> Response:
         else:
             prompt = await service.prepare(target)
             length = len(prompt)
-            owner = service.engine.preprocessor.root_key(salt_of(request.scope, body.cache_salt))
+            owner = service.engine.preprocessor.owner_key(salt_of(request.scope, body.cache_salt))
             pinned = await asyncio.to_thread(pins.add, prompt, body.ttl_seconds, owner)
             key = key_at(prompt.keys, pinned) if pinned else b""
     answer = Pinned(prompt_tokens=length, pinned_tokens=pinned, key=key.hex() if pinned else None)

@@ -225,6 +225,12 @@ class KeptMarkBody(BaseModel):
     seconds: float
 
 
+class WeightChangeBody(BaseModel):
+    choice: int
+    token: int
+    weights: str
+
+
 class CacheReportBody(BaseModel):
     prompt_tokens: int
     kv_boundary: int
@@ -247,6 +253,8 @@ class CacheReportBody(BaseModel):
     snapshots: list[int]
     boundary_key: str | None
     marks: Optional[list[KeptMarkBody]] = None
+    weights: Optional[str] = None
+    weight_changes: Optional[list[WeightChangeBody]] = None
     resumed: Optional[int] = None
 
 
@@ -342,7 +350,7 @@ def routed_experts_fields(delta: Delta) -> dict[str, Any]:
 
 def cache_report_fields(report: CacheReport) -> dict[str, Any]:
     fields = dataclasses.asdict(report)
-    for name in ("marks", "resumed"):
+    for name in ("marks", "weights", "weight_changes", "resumed"):
         if not fields[name]:
             del fields[name]
     return fields

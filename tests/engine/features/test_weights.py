@@ -1,0 +1,367 @@
+"""Weights change under a running engine: its hits are those of a cold engine on the new ones."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_spec import CheckpointSpec
+from conversation import picture, say
+from families import SPECS
+from make_checkpoint import make_checkpoint
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from sweeps import quick
+from waiting import wait_for
+
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.features.audits import Auditor
+from vlm_serve.engine.requests.outputs import CacheReport, Delta
+from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.preprocess.identity.keys import WeightsIdentity
+from vlm_serve.sampling_params import SamplingParams
+
+KINDS = {
+    "text, tied": SPECS["text, tied"],
+    "dense": SPECS["dense"],
+    "moe": SPECS["text, moe"],
+    "next": SPECS["next"],
+    "vl": SPECS["vl, tied, one feature, one kv head"],
+    "no state": SPECS["attention alone, no state"],
+    "mtp": replace(SPECS["text"], mtp=True),
+}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 16,
+    "cache_memory": "16MiB",
+    "speculative": "off",
+}
+TEXT = "Tell me about the river, its boats, the people on them and what they carry to the sea. " * 2
+
+
+class Answer:
+    """Gathers one answer."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.done = threading.Event()
+
+    def push(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        if delta.finish_reason is not None:
+            self.done.set()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for delta in self.deltas for token in delta.token_ids)
+
+    @property
+    def bits(self) -> list[Any]:
+        """Tokens with their log-probabilities."""
+        return [(delta.token_ids, delta.logprobs) for delta in self.deltas if delta.token_ids]
+
+    @property
+    def report(self) -> CacheReport:
+        report = self.deltas[-1].cache_report
+        assert report is not None
+        return report
+
+
+def begin(engine: Engine, content: Any = TEXT, tokens: int = 8, **fields: Any) -> Answer:
+    forced = fields.pop("forced", ())
+    answer, prompt = Answer(), fields.pop("prompt", None)
+    prompt = prompt or engine.preprocessor.prepare([say(content)])
+    params = SamplingParams(
+        max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=3, **fields
+    )
+    engine.submit(prompt, params, answer.push, forced=forced)
+    return answer
+
+
+def ask(engine: Engine, content: Any = TEXT, tokens: int = 8, **fields: Any) -> Answer:
+    answer = begin(engine, content, tokens, **fields)
+    assert answer.done.wait(120)
+    return answer
+
+
+def started(path: Path, **options: Any) -> Engine:
+    return Engine.from_checkpoint(str(path), EngineConfig(**OPTIONS | options))
+
+
+def changing(path: Path, **options: Any) -> Engine:
+    return started(path, allow_weight_updates=True, **options)
+
+
+@pytest.fixture(scope="module", params=quick(KINDS, 2))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints that differ in all weights, and in nothing else."""
+    return both(KINDS[request.param], tmp_path_factory.mktemp("pair"))
+
+
+def digest_of(engine: Engine) -> str:
+    assert engine.preprocessor.weights is not None
+    return engine.preprocessor.weights.whole.hex()
+
+
+def both(spec: CheckpointSpec, root: Path) -> list[Path]:
+    first = make_checkpoint(root / "first", spec)
+    second = make_checkpoint(root / "second", replace(spec, seed=spec.seed + 100))
+    for file in first.iterdir():  # the tokenizer has a seed too
+        if file.suffix != ".safetensors":
+            shutil.copy(file, second)
+    return [first, second]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return both(SPECS["text, tied"], tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def engine(text: list[Path]) -> Iterator[Engine]:
+    made = changing(text[0])
+    yield made
+    made.close()
+
+
+def with_tensors(source: Path, target: Path, changed: dict[str, torch.Tensor]) -> Path:
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: changed.get(name, tensors[name]) for name in tensors}, file)
+    return target
+
+
+def tensors_of(path: Path, *ends: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= {name: each for name, each in load_file(file).items() if name.endswith(ends)}
+    assert found
+    return found
+
+
+@pytest.mark.always
+def test_hits_are_those_of_a_cold_engine_and_going_back_hits(pair: list[Path]) -> None:
+    extra = {"speculative": "mtp"} if "mtp" in str(tensors_of(pair[0], "weight").keys()) else {}
+    engine = changing(pair[0], **extra)
+    first = ask(engine)
+    identity = engine.update_weights(pair[1], version="two")
+    assert engine.weight_version == "two" and engine.preprocessor.weights == identity
+    miss, hit = ask(engine), ask(engine)
+    cold = started(pair[1], **extra)
+    expected = ask(cold)
+    assert cold.preprocessor.weights == identity
+    assert cold.preprocessor.root_key() == engine.preprocessor.root_key()
+    assert miss.report.boundary == 0 < hit.report.boundary
+    assert miss.bits == hit.bits == expected.bits != first.bits
+    assert miss.report.weights == hit.report.weights == identity.whole.hex()
+    assert expected.report.weights == "" and not hit.report.weight_changes
+    engine.update_weights(str(pair[0]))
+    back = ask(engine)
+    assert back.report.boundary > 0 and back.bits == first.bits
+    assert engine.check()
+    for each in (engine, cold):
+        each.close()
+
+
+def test_single_tensors_change_what_is_made_of_them(text: list[Path], tmp_path: Path) -> None:
+    """Joined projections, tied embeddings; a later update keeps an earlier one."""
+    engine, path = changing(text[0]), text[0]
+    ask(engine)
+    for number, end in enumerate(("1.linear_attn.in_proj_a.weight", "embed_tokens.weight")):
+        part = tensors_of(text[1], end)
+        path = with_tensors(path, tmp_path / str(number), part)
+        identity = engine.update_weights(iter(part.items()))
+        cold = started(path)
+        assert cold.preprocessor.weights == identity
+        assert ask(engine).bits == ask(engine).bits == ask(cold).bits
+        cold.close()
+    engine.close()
+
+
+FAULTS = {
+    "shape": lambda name, tensor: tensor[:-1],
+    "numbers": lambda name, tensor: tensor * float("nan"),
+    "type": lambda name, tensor: tensor.to(torch.int32),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_update_changes_nothing(
+    engine: Engine, text: list[Path], tmp_path: Path, fault: str
+) -> None:
+    first, identity = ask(engine), engine.preprocessor.weights
+    part = tensors_of(text[1], "embed_tokens.weight")
+    broken = {name: FAULTS[fault](name, tensor).contiguous() for name, tensor in part.items()}
+    with pytest.raises(InvalidRequestError, match="embed_tokens"):
+        engine.update_weights(broken.items())
+    path = with_tensors(text[1], tmp_path / "broken", broken)
+    with pytest.raises(InvalidRequestError, match="embed_tokens"):
+        engine.update_weights(path)
+    again = ask(engine)
+    assert again.bits == first.bits and again.report.boundary > 0
+    assert engine.preprocessor.weights == identity
+    assert engine.update_weights(text[0]) == identity
+
+
+def test_what_is_refused_by_name(engine: Engine, text: list[Path], tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", replace(SPECS["text, tied"], num_layers=8))
+    with pytest.raises(InvalidRequestError, match=r"config\.json differs in .*layer"):
+        engine.update_weights(other)
+    with pytest.raises(InvalidRequestError, match="has no nonsense that could be replaced"):
+        engine.update_weights([("nonsense", torch.zeros(1))])
+    with pytest.raises(InvalidRequestError, match="needs tensors"):
+        engine.update_weights([])
+    with pytest.raises(InvalidRequestError, match="no safetensors"):
+        engine.update_weights(tmp_path)
+    outside = tmp_path / "allowed"
+    outside.mkdir()
+    for file in text[1].iterdir():
+        (outside / file.name).symlink_to(file)
+    with pytest.raises(InvalidRequestError, match="leads out of the allowed folder"):
+        engine.update_weights(outside, below=outside)
+    fixed = started(text[0])
+    with pytest.raises(InvalidRequestError, match="start with allow_weight_updates"):
+        fixed.update_weights(text[1])
+    fixed.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"quantization": "int8"}, "quantised weights"),
+        ({"lora_modules": ("a=/nowhere",)}, "nowhere|allow_weight_updates"),
+    ],
+)
+def test_engines_whose_weights_cannot_change(
+    text: list[Path], options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(Exception, match=problem):
+        changing(text[0], **options)
+
+
+def test_prompts_from_before_an_update_get_its_keys(engine: Engine, text: list[Path]) -> None:
+    prompt = engine.preprocessor.prepare([say(TEXT)])
+    old = ask(engine, prompt=prompt)
+    engine.update_weights(text[1])
+    miss = ask(engine, prompt=prompt)
+    hit = ask(engine)
+    assert miss.report.boundary == 0 < hit.report.boundary
+    assert miss.bits == hit.bits != old.bits
+    assert miss.report.weights == hit.report.weights != old.report.weights
+
+
+def test_answers_that_span_an_update_say_where(engine: Engine, text: list[Path]) -> None:
+    colds = {path: started(path) for path in text}
+    digests = {path: digest_of(cold) for path, cold in colds.items()}
+    before = begin(engine, tokens=60)
+    wait_for(lambda: len(before.tokens) > 5)
+    waiting = [begin(engine, f"{number} {TEXT}", tokens=20) for number in range(3)]
+    engine.update_weights(text[1])
+    for answer in (before, *waiting):
+        assert answer.done.wait(120)
+    (change,) = before.report.weight_changes
+    assert (before.report.weights, change.weights) == (digests[text[0]], digests[text[1]])
+    assert 5 < change.token < 60 and change.choice == 0
+    assert before.bits[: change.token] == ask(colds[text[0]], tokens=60).bits[: change.token]
+    forced = (before.tokens[: change.token],)
+    onward = ask(colds[text[1]], tokens=60, forced=forced)
+    assert before.bits[change.token :] == onward.bits[change.token :]
+    later = ask(engine, tokens=60)
+    assert later.bits == ask(colds[text[1]], tokens=60).bits
+    assert engine.check()
+    for cold in colds.values():
+        cold.close()
+
+
+def test_updates_at_random_moments(text: list[Path]) -> None:
+    """No token of any answer differs from cold engines on the weights that its report names."""
+    engine = changing(text[0], cache_memory="2MiB", max_num_seqs=4, cache_audit=1.0)
+    colds = {}
+    for path in text:
+        cold = started(path)
+        colds[digest_of(cold)] = cold
+    ended = threading.Event()
+    moved: list[WeightsIdentity] = []
+
+    def update() -> None:
+        while not ended.wait(0.05):
+            moved.append(engine.update_weights(text[(1 + len(moved)) % 2]))
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    answers = []
+    for number in range(24):
+        content = f"{TEXT}{number % 5}"
+        answers.append((content, begin(engine, content, tokens=4 + number, prompt_logprobs=0)))
+        if number % 3 == 0:
+            answers[-1][1].done.wait(120)
+    assert all(answer.done.wait(120) for _, answer in answers)
+    ended.set()
+    thread.join()
+    assert engine.check() and len(moved) > 1
+    for content, answer in answers:
+        digest, start, tokens = answer.report.weights, 0, len(answer.tokens)
+        ends = [*answer.report.weight_changes, None]
+        for change in ends:
+            end = tokens if change is None else change.token
+            forced = (answer.tokens[:start],)
+            fields = {"prompt_logprobs": 0} if not start else {}
+            expected = ask(colds[digest], content, tokens, forced=forced, **fields)
+            assert answer.bits[start:end] == expected.bits[start:end]
+            if not start and end:
+                rows = [each.deltas[0].prompt_logprobs for each in (answer, expected)]
+                assert rows[0] is not None and rows[0] == rows[1]
+            digest, start = digest if change is None else change.weights, end
+    auditor = engine._auditor
+    assert isinstance(auditor, Auditor) and not auditor.counts.mismatches
+    for each in (engine, *colds.values()):
+        each.close()
+
+
+def test_requests_in_flight_may_be_ended(engine: Engine, text: list[Path]) -> None:
+    answer = begin(engine, tokens=500)
+    wait_for(lambda: len(answer.tokens) > 2)
+    engine.update_weights(text[1], abort=True, flush=True)
+    assert answer.done.wait(10) and answer.deltas[-1].finish_reason == "abort"
+    assert ask(engine).report.boundary == 0
+    engine.update_weights(text[0])
+    assert ask(engine).report.boundary == 0, "the cache was emptied"
+
+
+def test_embeddings_survive_where_the_tower_does_not_change(tmp_path: Path) -> None:
+    old, new = both(KINDS["vl"], tmp_path)
+    engine = changing(old)
+    message = say(picture(Image.effect_noise((96, 64), 80).convert("RGB")), "What is it?")
+
+    def encoded() -> int:
+        ask(engine, prompt=engine.preprocessor.prepare([message]))
+        return int(engine.stats()["num_encoded_spans"])
+
+    assert encoded() == 1
+    engine.update_weights(tensors_of(new, "layers.0.input_layernorm.weight").items())
+    assert encoded() == 1
+    engine.update_weights(tensors_of(new, "patch_embed.proj.weight").items())
+    assert encoded() == 2
+    engine.close()
+
+
+def test_pins_end_with_the_weights(engine: Engine, text: list[Path]) -> None:
+    ask(engine)
+    prompt = engine.preprocessor.prepare([say(TEXT)])
+    assert engine.pins.add(prompt, 60) and engine.pins.listed()
+    engine.update_weights(text[1])
+    assert not engine.pins.listed()
+
+
+def test_a_gguf_file_is_refused_at_start(text: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="several ranks"):
+        changing(text[0], tensor_parallel_size=2)

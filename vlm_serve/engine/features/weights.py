@@ -1,0 +1,215 @@
+"""Changes the weights of a running engine (docs/architecture.md#epochs-of-weights).
+
+New weights are read beside the old ones while requests go on, and take their place between two
+steps. What was computed by the old ones stays in the cache under keys that name those; what had
+begun starts again under keys that name the new ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from vlm_serve.engine.core.hooks import Admission, Loop
+from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
+from vlm_serve.models import Model
+from vlm_serve.models.files import weight_files
+from vlm_serve.models.gguf.folder import gguf_files
+from vlm_serve.models.identity import config_digest, digests_of
+from vlm_serve.preprocess.identity.keys import Roots, WeightsIdentity
+from vlm_serve.preprocess.text.tokenizer import read_json
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+"""Tensors by their names in a checkpoint's files."""
+Loaded = tuple[Model, Callable[[], None]]
+"""A model that is bound to the pools of the one that is served, and what notes that it is."""
+
+
+class WeightReader:
+    """Reads a model like the one that is served. Not thread-safe.
+
+    Args:
+        model: the one that is served.
+        path: folder of its checkpoint.
+        load: loads a model of the same spec and types from a folder, with tensors in the place of
+            some in its files.
+        check_room: raises ConfigError if this machine has no room for a second model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        path: Path,
+        load: Callable[[Path, Mapping[str, torch.Tensor]], Model],
+        check_room: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self._load = load
+        self._check_room = check_room
+        self._path, self._digests = path, model.file_digests
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def from_folder(self, path: Path, below: Path | None = None) -> Loaded:
+        """Load all weights of a folder.
+
+        Args:
+            path: has tensors of the same names and shapes; a config.json in it has to be equal.
+            below: a folder out of which no link may lead; None: links are followed.
+
+        Raises:
+            CheckpointError: the folder has no such weights; the message says what differs.
+            ConfigError: there is no room for them.
+        """
+        if gguf_files(path) is not None:
+            raise CheckpointError("weights of GGUF files cannot be updated: save safetensors")
+        for file in weight_files(path):
+            if below is not None and below not in file.resolve().parents:
+                raise CheckpointError(f"{file.name} leads out of the allowed folder")
+        self._check_config(path)
+        return self._loaded(path, {})
+
+    def from_tensors(self, tensors: Tensors) -> Loaded:
+        """Load the weights that are served with other tensors in the place of some, as
+        `from_folder` does. They are copied: later updates of others need them."""
+        given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        if not given:
+            raise InvalidRequestError("an update needs tensors")
+        if digests_of(self._path) != self._digests:
+            raise CheckpointError(
+                f"the files of {self._path} have changed since they were read: update from a folder"
+            )
+        return self._loaded(self._path, self._tensors | given)
+
+    def _loaded(self, path: Path, tensors: dict[str, torch.Tensor]) -> Loaded:
+        self._check_room()
+        digests = digests_of(path)
+        model = self._load(path, tensors)
+        if digests_of(path) != digests:
+            raise CheckpointError(f"the files of {path} have changed while they were read")
+        model.bind_like(self.model)
+
+        def note() -> None:
+            self._path, self._tensors, self._digests = path, tensors, digests
+
+        return model, note
+
+    def _check_config(self, path: Path) -> None:
+        """Compare a folder's config.json, if there is one, with the config that is served."""
+        if not (path / "config.json").is_file():
+            return
+        config, served = read_json(path / "config.json"), read_json(self._path / "config.json")
+        if config_digest(path, config) == config_digest(self._path, served):
+            return
+        names = sorted(config.keys() | served.keys())
+        differing = [name for name in names if config.get(name) != served.get(name)]
+        raise CheckpointError(
+            f"its config.json differs in {', '.join(differing[:3]) or 'a file beside it'}: weights "
+            "are updated under an equal config only"
+        )
+
+
+class WeightUpdates:
+    """Swaps weights, and keys what has begun anew.
+
+    Args:
+        scheduler: of the engine.
+        reader: reads the weights.
+
+    Attributes:
+        version: the name that the last update gave.
+    """
+
+    def __init__(self, scheduler: Scheduler, reader: WeightReader) -> None:
+        self._scheduler = scheduler
+        self._reader = reader
+        self._updating = threading.Lock()
+        self.version = "default"
+
+    def attach(self, loop: Loop) -> None:
+        """Know the requests that have not ended."""
+        self._loop = loop
+
+    @property
+    def identity(self) -> WeightsIdentity:
+        """The weights that compute the next step."""
+        model = self._reader.model
+        return WeightsIdentity(model.fingerprint, model.tower_fingerprint)
+
+    def on_added(self, group: SequenceGroup) -> None:
+        """Key a request anew whose prompt was prepared under other weights."""
+        keys = group.request.prompt.keys
+        if Roots.of(keys.owners, self.identity).prompt != keys.root:
+            group.rekey(self.identity)
+
+    def on_matched(self, admission: Admission) -> None:
+        """Report the weights."""
+        admission.weights = self.identity.whole.hex()
+
+    def update(
+        self,
+        source: str | Path | Tensors,
+        call: Callable[[Callable[[], None]], None],
+        *,
+        version: str | None = None,
+        abort: bool = False,
+        below: Path | None = None,
+    ) -> WeightsIdentity:
+        """Read weights on this thread, have them take the place of the old ones, and return what
+        names them.
+
+        Args:
+            source: folder, or tensors; see `WeightReader`.
+            call: runs a function between two steps.
+            version: a name for them; None: it stays as it is.
+            abort: requests in flight end, instead of starting again under the new weights.
+            below: see `WeightReader.from_folder`.
+
+        Raises:
+            InvalidRequestError: another update is under way, or the weights cannot be used. Nothing
+                has changed then.
+        """
+        if not self._updating.acquire(blocking=False):
+            raise InvalidRequestError("another update of the weights is under way")
+        try:
+            if isinstance(source, str | Path):
+                model, note = self._reader.from_folder(Path(source), below)
+            else:
+                model, note = self._reader.from_tensors(source)
+            call(lambda: self._swap(model, abort=abort))
+            note()
+            self.version = self.version if version is None else version
+            return self.identity
+        except (CheckpointError, ConfigError) as error:
+            raise InvalidRequestError(error.message, param="model_path") from error
+        finally:
+            self._updating.release()
+
+    def _swap(self, model: Model, *, abort: bool) -> None:
+        """Change the weights between two steps.
+
+        Ends of answers are dropped first and running sequences give up their state, so that nothing
+        is published that the old weights computed.
+        """
+        queues = self._scheduler.queues
+        for group in self._loop.groups if abort else ():
+            self._loop.abort(group.request.request_id)
+        queues.reclaim()
+        groups = self._loop.groups
+        for sequence in (*queues.running, *queues.waiting):
+            queues.retract(sequence)
+        assert not queues.holders
+        for group in groups:
+            for sequence in group.sequences if group.request.cold else ():
+                queues.media.discard(sequence)
+        self._reader.model.take_weights(model)
+        for group in groups:
+            group.rekey(self.identity)
+            for tell in self._scheduler.hooks.on_rekeyed:
+                tell(group)
+        for renewed in self._scheduler.hooks.on_renewed[:]:
+            renewed()
