@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from model_driver import Driver, text_sequence
@@ -31,7 +32,7 @@ class DecodeStep:
             pool.zero_()
         self._model.compile_steps(self._driver.caches)
         decoder = self._model._decoder
-        parts = [branch.part for layer in decoder.layers for branch in layer.branches]
+        parts: list[Any] = [each.part for layer in decoder.layers for each in layer.branches]
         values = [getattr(part, name) for part in parts for name in part.__slots__]
         self._projections = [*(one for one in values if isinstance(one, Linear)), decoder.head]
         self._sequences = [text_sequence([1] * context) for _ in range(batch)]
