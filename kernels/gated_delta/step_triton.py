@@ -43,22 +43,11 @@ class Views(NamedTuple):
     beta: Rows
 
 
-class SkipViews(NamedTuple):
-    """Tokens of Mamba2 as one argument, see `Tokens`."""
-
-    q: Heads
-    k: Heads
-    v: Heads
-    g: Rows
-    beta: Rows
-    skip: torch.Tensor
-
-
-def views(tokens: Tokens) -> Views | SkipViews:
-    """Return tokens as one argument."""
+def views(tokens: Tokens) -> Views | Tokens:
+    """Return tokens as one argument, with `skip` behind them if they have it."""
     q, k, v, g, beta, skip = tokens
     own = heads(q), heads(k), heads(v), rows(g), rows(beta)
-    return Views(*own) if skip is None else SkipViews(*own, skip)
+    return Views(*own) if skip is None else Tokens._make((*own, skip))
 
 
 def sizes_of(tokens: Tokens, columns: int = STEP_COLUMNS, least: int = 1) -> StepSizes:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vlm_serve.kernels.causal_conv.compiled import MAX_TAPS
+from vlm_serve.kernels.causal_conv.reference import Behind
 from vlm_serve.kernels.linear import Joined, Linear, WeightRecord
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_records import DTYPES, LANES
@@ -100,6 +102,34 @@ class Program:
         kind = struct(operation)
         assert arguments.keys() <= {field[0] for field in kind._fields_}, f"no such {operation}"
         self._ops.append((_number(operation), kind(**arguments)))
+
+    def convolution(
+        self,
+        conv: torch.Tensor,
+        behind: Behind,
+        x: View,
+        out: View,
+        tails: torch.Tensor,
+        inputs: torch.Tensor | None,
+    ) -> None:
+        """Append a convolution: with SiLU, or without it and between the products by element."""
+        (channels, taps), bias = conv.shape, behind.bias
+        if taps > MAX_TAPS:
+            raise UnsupportedError(f"convolutions of {taps} taps")
+        self.emit(
+            "ShortConv",
+            x=x,
+            out=out,
+            channels=channels,
+            taps=taps,
+            products=not behind.silu,
+            tail_stride=tails.stride(0),
+            input_stride=0 if inputs is None else inputs.stride(0),
+            conv=self.vector(conv.T),
+            bias=None if bias is None else self.vector(bias),
+            tails=tails.data_ptr(),
+            inputs=None if inputs is None else inputs.data_ptr(),
+        )
 
     def look_up(self, embeddings: torch.Tensor) -> None:
         """Let steps take tokens without embeddings, which are rows of this table: `[known tokens,

@@ -71,16 +71,8 @@ class GatedDelta(Mixer):
         return self.value_heads * self.value_dim
 
     def pools(self) -> tuple[Pool, ...]:
-        # Tails are the oldest input first; what updates hold: see `Updates`.
-        matrices, values = (self.value_heads, self.key_dim, self.value_dim), self.value_dim
-        return (
-            Pool("recurrent", "state", "row", matrices, split=0),
-            Pool("conv", "inputs", "row", (self.channels, self.taps - 1), split=0),
-            Pool("update_keys", "exact", "update", (self.key_heads, self.key_dim), split=0),
-            Pool("update_changes", "exact", "update", (self.value_heads, values), split=0),
-            Pool("update_decays", "exact", "update", (self.value_heads,), split=0),
-            Pool("update_inputs", "inputs", "update", (self.channels,), split=0),
-        )
+        keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        return state_pools(keys, values, (self.channels, self.taps - 1))
 
     def heads_to_split(self) -> Mapping[str, int]:
         return {"linear key heads": self.key_heads, "linear value heads": self.value_heads}
@@ -151,8 +143,25 @@ class StateLayer:
     updates: Updates | None = None
 
 
+def state_pools(
+    keys: tuple[int, int], values: tuple[int, int], tails: tuple[int, int]
+) -> tuple[Pool, ...]:
+    """Return the pools of a recurrent matrix per value head behind a convolution. `keys` and
+    `values`: heads and their dims; `tails`: channels, and inputs of each, the oldest first. What
+    updates hold: see `Updates`."""
+    heads, dim = values
+    return (
+        Pool("recurrent", "state", "row", (heads, keys[1], dim), split=0),
+        Pool("conv", "inputs", "row", tails, split=0),
+        Pool("update_keys", "exact", "update", keys, split=0),
+        Pool("update_changes", "exact", "update", values, split=0),
+        Pool("update_decays", "exact", "update", (heads,), split=0),
+        Pool("update_inputs", "inputs", "update", tails[:1], split=0),
+    )
+
+
 def state_layer(pools: Mapping[str, torch.Tensor]) -> StateLayer:
-    """Return a layer's view of its pools, see `GatedDelta.pools`."""
+    """Return a layer's view of its pools, see `state_pools`."""
     names = ("keys", "changes", "decays", "inputs")
     pool = {name: pools[f"update_{name}"] for name in names if f"update_{name}" in pools}
     return StateLayer(pools["conv"], pools["recurrent"], Updates(**pool) if pool else None)

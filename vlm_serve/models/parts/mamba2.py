@@ -19,7 +19,6 @@ from vlm_serve.kernels.causal_conv import (
     causal_conv_verify,
     fold_tails,
 )
-from vlm_serve.kernels.causal_conv.compiled import MAX_TAPS
 from vlm_serve.kernels.causal_conv.reference import Behind
 from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
@@ -35,7 +34,12 @@ from vlm_serve.kernels.norms import Normed, gated_rms_norm
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import LoadedMixer, Mixer, Norm, OutputProjection, Step, rows_of
-from vlm_serve.models.parts.gated_delta import StateLayer, state_layer, updates_record
+from vlm_serve.models.parts.gated_delta import (
+    StateLayer,
+    state_layer,
+    state_pools,
+    updates_record,
+)
 from vlm_serve.models.program import Program, UnsupportedError
 from vlm_serve.models.weights import Weights
 
@@ -69,16 +73,8 @@ class Mamba2(Mixer):
         return self.heads * self.head_dim
 
     def pools(self) -> tuple[Pool, ...]:
-        # Tails are the oldest input first; what updates hold: see `Updates`.
-        matrices, keys = (self.heads, self.state_dim, self.head_dim), (self.groups, self.state_dim)
-        return (
-            Pool("recurrent", "state", "row", matrices, split=0),
-            Pool("conv", "inputs", "row", (self.channels, self.taps - 1), split=0),
-            Pool("update_keys", "exact", "update", keys, split=0),
-            Pool("update_changes", "exact", "update", (self.heads, self.head_dim), split=0),
-            Pool("update_decays", "exact", "update", (self.heads,), split=0),
-            Pool("update_inputs", "inputs", "update", (self.channels,), split=0),
-        )
+        keys, values = (self.groups, self.state_dim), (self.heads, self.head_dim)
+        return state_pools(keys, values, (self.channels, self.taps - 1))
 
     def heads_to_split(self) -> Mapping[str, int]:
         # The norm needs a whole group, so a group is not split.
@@ -91,9 +87,8 @@ class Mamba2(Mixer):
         wide, total = f"{name}.in_proj", self.values + self.channels + heads
         first = self.values + self.channels
         rows = (
-            values,
-            *(range(self.values + own.start, self.values + own.stop) for own in mixed),
-            range(first + share.start, first + share.stop),
+            (values, *(range(self.values + own.start, self.values + own.stop) for own in mixed)),
+            (range(first + share.start, first + share.stop),),
         )
         conv, out = f"{name}.conv1d", f"{name}.out_proj"
         taps = source.tensor(f"{conv}.weight", (self.channels, 1, self.taps), mixed)
@@ -105,8 +100,9 @@ class Mamba2(Mixer):
         return LoadedMamba2(
             sizes=replace(self, heads=len(share), groups=len(groups)),
             in_proj=source.linear(
-                Part(f"{wide}.weight", (total, hidden), rows, least_bits=4),
-                bias=[Part(f"{wide}.bias", (total,), rows)] if self.bias else None,
+                Part(f"{wide}.weight", (total, hidden), rows[0], least_bits=4),
+                Part(f"{wide}.weight", (total, hidden), rows[1]),
+                bias=[Part(f"{wide}.bias", (total,), own) for own in rows] if self.bias else None,
             ),
             conv=taps.squeeze(1),
             behind=Behind(
@@ -218,29 +214,17 @@ class LoadedMamba2(LoadedMixer):
         fold_gated_delta(cache.recurrent, cache.updates, folds)
 
     def lower(self, program: Program, cache: StateLayer, *, last: bool) -> None:
-        sizes, taps, bias = self.sizes, self.conv.shape[1], self.behind.bias
+        sizes = self.sizes
         program.check_whole(mamba_head_dim=sizes.head_dim, mamba_state_dim=sizes.state_dim)
-        if taps > MAX_TAPS:
-            raise UnsupportedError(f"convolutions of {taps} taps")
         if cache.recurrent.dtype not in STATE_TYPES:
             raise UnsupportedError(f"states in {cache.recurrent.dtype}")
         wide = program.view("wide", self.in_proj.columns)
         mixed = program.view("convolved", sizes.channels)
         core = program.view("mixed", sizes.values)
         program.product(self.in_proj, program.normed, wide)
-        program.emit(
-            "ShortConv",
-            x=wide.at(sizes.values),
-            out=mixed,
-            channels=sizes.channels,
-            taps=taps,
-            tail_stride=cache.conv.stride(0),
-            input_stride=0 if cache.updates is None else cache.updates.inputs.stride(0),
-            conv=program.vector(self.conv.T),
-            bias=None if bias is None else program.vector(bias),
-            tails=cache.conv.data_ptr(),
-            inputs=None if cache.updates is None else cache.updates.inputs.data_ptr(),
-        )
+        inputs = None if cache.updates is None else cache.updates.inputs
+        x = wide.at(sizes.values)
+        program.convolution(self.conv, self.behind, x, mixed, cache.conv, inputs)
         low, high = sizes.limits
         program.emit(
             "Scan",

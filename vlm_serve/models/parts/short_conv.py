@@ -16,7 +16,6 @@ from vlm_serve.kernels.causal_conv import (
     causal_conv_verify,
     fold_tails,
 )
-from vlm_serve.kernels.causal_conv.compiled import MAX_TAPS
 from vlm_serve.kernels.causal_conv.reference import Behind
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, VerifyMeta
@@ -29,7 +28,7 @@ from vlm_serve.models.parts.base import (
     OutputProjection,
     Step,
 )
-from vlm_serve.models.program import Program, UnsupportedError
+from vlm_serve.models.program import Program
 from vlm_serve.models.weights import Weights
 
 
@@ -130,27 +129,11 @@ class LoadedShortConv(LoadedMixer):
         fold_tails(cache.tails, cache.inputs, folds)
 
     def lower(self, program: Program, cache: ShortConvLayer, *, last: bool) -> None:
-        taps, bias, inputs = self.conv.shape[1], self.behind.bias, cache.inputs
         program.check_whole(**{"channels of the convolution": self.channels})
-        if taps > MAX_TAPS:
-            raise UnsupportedError(f"convolutions of {taps} taps")
         wide = program.view("wide", self.in_proj.columns)
         mixed = program.view("mixed", self.channels)
         program.product(self.in_proj, program.normed, wide)
-        program.emit(
-            "ShortConv",
-            x=wide,
-            out=mixed,
-            channels=self.channels,
-            taps=taps,
-            products=1,
-            tail_stride=cache.tails.stride(0),
-            input_stride=0 if inputs is None else inputs.stride(0),
-            conv=program.vector(self.conv.T),
-            bias=None if bias is None else program.vector(bias),
-            tails=cache.tails.data_ptr(),
-            inputs=None if inputs is None else inputs.data_ptr(),
-        )
+        program.convolution(self.conv, self.behind, wide, mixed, cache.tails, cache.inputs)
         if last:
             program.keep(mixed, self.channels)
         self.out_proj.lower(program, mixed)
