@@ -89,7 +89,7 @@ class FakePreprocessor:
 
     def _prompt(self, text: str) -> Prompt:
         ids = tuple(self.tokenizer.encode(text))
-        keys: Any = SimpleNamespace(root=bytes(32))
+        keys: Any = SimpleNamespace(root=bytes(32), owners=SimpleNamespace(prompt=bytes(32)))
         return Prompt(ids, torch.zeros(3, len(ids), dtype=torch.int64), 0, keys, text=text)
 
 
@@ -159,6 +159,7 @@ class FakeEngine:
         self.memory = MemoryPlan(1 << 20, 16, 1 << 10, 1 << 12, 8, 4, 2)
         self.max_model_len = 4096
         self.spec = SimpleNamespace(generation={})
+        self.weight_version = "default"
         self.gate, self.check_gate = threading.Event(), threading.Event()
         self.num_checks = self.num_flushes = 0
         self.holds: list[bool] = []
