@@ -399,6 +399,7 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (MAMBA, "sliding_window", 4096, "sliding_window 4096 is not supported"),
     (MAMBA, "layer_types", ["sliding_attention"] * 4, "layer_types 'sliding_attention'"),
     (MAMBA, "num_attention_heads", 3, "num_attention_heads 3 is no multiple of its"),
+    (MAMBA, "num_experts_per_tok", 9, "num_experts_per_tok 9 exceeds 8 experts"),
     (("granitemoehybrid",), "layer_types", ["mamba"] * 3, "layer_types names 3 layers of 4"),
     (("granitemoehybrid",), "layer_types", ["moe"] * 4, "layer_types 'moe' is not supported"),
     (("granitemoehybrid",), "mamba_n_groups", 2, "mamba_n_groups 2 is not supported, only 1"),

@@ -8,7 +8,6 @@ from dataclasses import replace
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
-from vlm_serve.models.parts.base import Routing
 from vlm_serve.models.parts.feed_forward import UNGATED, Experts, Mlp
 from vlm_serve.models.parts.mamba2 import Mamba2
 from vlm_serve.models.spec import BranchSpec, LayerSpec, ModelSpec
@@ -112,7 +111,7 @@ def _experts(config: Config) -> tuple[BranchSpec, ...]:
     config.allow("moe_latent_size", None)
     dense = Mlp(config.size("moe_shared_expert_intermediate_size"), "mixer.shared_experts", UNGATED)
     sigmoids = (True, config.positive("routed_scaling_factor"), _NO_FLOOR)
-    routing = Routing(config.size("n_routed_experts"), config.size("num_experts_per_tok"), sigmoids)
+    routing = replace(shared.routing(config, "n_routed_experts"), sigmoids=sigmoids)
     size = config.size("moe_intermediate_size")
     experts = Experts(routing, size, 0, name=_NAME, parts=UNGATED, bias=_EXPERT_BIAS)
     return BranchSpec(dense, _NORM), BranchSpec(experts, None)

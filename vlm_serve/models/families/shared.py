@@ -184,13 +184,19 @@ def mlp(text: Config) -> Mlp:
 def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
     """Return routed experts, whose weights sum to 1 for each token."""
     text.allow("norm_topk_prob", True)
-    routing = Routing(text.size("num_experts"), text.size("num_experts_per_tok"))
-    if routing.top_k > routing.num_experts:
-        raise CheckpointError(
-            f"num_experts_per_tok {routing.top_k} exceeds {routing.num_experts} experts"
-        )
+    routed = routing(text, "num_experts")
     shared_size = text.size("shared_expert_intermediate_size") if shared else 0
-    return Experts(routing, text.size("moe_intermediate_size"), shared_size, transposed=transposed)
+    return Experts(routed, text.size("moe_intermediate_size"), shared_size, transposed=transposed)
+
+
+def routing(text: Config, name: str) -> Routing:
+    """Return the routing to experts, whose number is the field `name`."""
+    sizes = Routing(text.size(name), text.size("num_experts_per_tok"))
+    if sizes.top_k > sizes.num_experts:
+        raise CheckpointError(
+            f"num_experts_per_tok {sizes.top_k} exceeds {sizes.num_experts} experts"
+        )
+    return sizes
 
 
 def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
