@@ -4,7 +4,6 @@ else from the configuration class itself."""
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -242,17 +241,22 @@ class Config:
         return value
 
     def number(self, name: str) -> float:
-        """Return a number; see `given`."""
+        """Return a number; see `given`. Whole ones are bounded."""
         value = self.given(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{name} in config.json must be a number, not {value!r}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise CheckpointError(f"{name} in config.json is too large a number") from None
 
     def positive(self, name: str) -> float:
-        """Return a finite number above 0; see `given`."""
-        value = self.number(name)
-        if not (math.isfinite(value) and value > 0):
-            raise CheckpointError(f"{name} in config.json must be positive, not {value!r}")
+        """Return a number above 0 in float32's normal range; see `given`."""
+        value, range_ = self.number(name), torch.finfo(torch.float32)
+        if not range_.tiny <= value <= range_.max:
+            raise CheckpointError(
+                f"{name} in config.json must be positive and in float32's range, not {value!r}"
+            )
         return value
 
     def value(self, name: str) -> Any:

@@ -90,6 +90,7 @@ def _mamba(config: Config) -> Mamba2:
     except (TypeError, ValueError):
         complaint = f"time_step_limit {limits!r} is not supported, only two numbers"
         raise CheckpointError(complaint) from None
+    shared.check_limits("time_step_limit", (low, high))
     if config.raw.get("mamba_d_head", "auto") == "auto":
         head_dim = config.size("mamba_expand") * config.size("hidden_size") // heads
     else:

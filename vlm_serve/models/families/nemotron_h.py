@@ -96,6 +96,7 @@ def _mamba(config: Config) -> tuple[BranchSpec, ...]:
         conv_bias=bool(config.given("use_conv_bias")),
         name=_NAME,
     )
+    shared.check_limits("time_step_min", sizes.limits)
     shared.check_groups("mamba_num_heads", sizes.heads, sizes.groups)
     return (BranchSpec(sizes, _NORM),)
 

@@ -163,6 +163,13 @@ def gated_delta(text: Config, *, interleaved: bool = False) -> GatedDelta:
     return sizes
 
 
+def check_limits(name: str, limits: tuple[float, float]) -> None:
+    """Refuse limits of a step's length that no length keeps to. `name`: the field with them."""
+    low, high = limits
+    if not 0 <= low <= high or math.isinf(low):
+        raise CheckpointError(f"{name} [{low}, {high}] is no range of positive lengths")
+
+
 def refuse_windows(text: Config) -> None:
     """Refuse attention over a part of the keys, unless it is switched off."""
     if text.raw.get("use_sliding_window") is not False:
