@@ -78,29 +78,29 @@ def layer_types(text: Config, known: Collection[str]) -> list[str]:
         interval = text.size("full_attention_interval")
         full = [(index + 1) % interval == 0 for index in range(count)]
         given = ["full_attention" if attends else "linear_attention" for attends in full]
-    return _known_types(given, known, count)
+    return _known_types("layer_types", given, known, count)
 
 
 def block_types(text: Config, known: Collection[str], count: int | None = None) -> list[str]:
     """Return the kinds of all layers, or of the first `count`, as transformers calls them today,
     whether a file has a list or, as Nemotron-H's, a letter for each."""
     fields = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-    name = next((field for field in fields if text.raw.get(field)), fields[1])
+    name = next((field for field in fields if text.raw.get(field) is not None), fields[1])
     given = text.given(name)
     if not isinstance(given, list | str) or not all(isinstance(kind, str) for kind in given):
         raise CheckpointError(f"{name} in config.json must be a list of names, not {given!r}")
     kinds = [_BLOCKS.get(kind, kind) for kind in given]
-    return _known_types(kinds, known, len(kinds) if count is None else count)
+    return _known_types(name, kinds, known, max(1, len(kinds)) if count is None else count)
 
 
-def _known_types(given: list[str], known: Collection[str], count: int) -> list[str]:
+def _known_types(name: str, given: list[str], known: Collection[str], count: int) -> list[str]:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise CheckpointError(
-            f"layer_types {unknown[0]!r} is not supported, only {', '.join(map(repr, known))}"
+            f"{name} {unknown[0]!r} is not supported, only {', '.join(map(repr, known))}"
         )
     if len(given) < count:
-        raise CheckpointError(f"layer_types names {len(given)} layers of {count}")
+        raise CheckpointError(f"{name} names {len(given)} layers of {count}")
     return given[:count]
 
 
