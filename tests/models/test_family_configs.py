@@ -424,6 +424,7 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (("nemotron_h",), "hybrid_override_pattern", "E-", "no layer has Mamba2 or attention"),
     (("nemotron_h",), "hybrid_override_pattern", 4, "hybrid_override_pattern in config.json must"),
     (("nemotron_h",), "mlp_hidden_act", "silu", "mlp_hidden_act 'silu' is not supported"),
+    (("nemotron_h",), "mamba_dt_min", 0.01, "mamba_dt_min 0.01 is not supported"),
     (("nemotron_h",), "n_group", 2, "n_group 2 is not supported, only 1"),
     (("nemotron_h",), "moe_latent_size", 64, "moe_latent_size 64 is not supported"),
     (("nemotron_h",), "norm_topk_prob", False, "norm_topk_prob False is not supported"),

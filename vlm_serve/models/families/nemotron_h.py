@@ -68,6 +68,8 @@ def spec(config: Config) -> ModelSpec:
         config.expect(name, False)
     config.expect("mlp_hidden_act", "relu2")
     config.allow("residual_in_fp32", False)
+    for former in ("mamba_n_groups", "mamba_d_conv", "mamba_dt_min", "mamba_conv_bias"):
+        config.allow(former, None)
     layers = {kind: LayerSpec(readers[kind](config)) for kind in dict.fromkeys(kinds)}
     made = shared.model(
         *(config, config, [], shared.unrotated(config)),
