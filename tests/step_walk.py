@@ -37,8 +37,8 @@ LABELLED = {"add", "gated", "logits", "norm", "product"}
 """Methods of `Program` whose rows name the weights that they are called with."""
 NORMS, PENDING = "vlm_serve.kernels.norms", "Normed"
 """The norms, and what stands for one that is still to come."""
-SUM = ", plus the residual"
-"""Ends the row of an `OutputProjection`."""
+OUTPUT, SUM = "OutputProjection", ", plus the residual"
+"""The class of projections onto the residual, and the end of their rows."""
 
 
 class Function(NamedTuple):
@@ -351,15 +351,15 @@ class Walk:
 
     def _of_self(self, text: str, last: str, when: tuple[str, ...]) -> None:
         kind = self._kind(text)
-        if kind == "Linear" or kind == "Output":
-            self._add(f"projection {_field(text)}{SUM * (kind == 'Output')}", when)
+        if kind == "Linear" or kind == OUTPUT:
+            self._add(f"projection {_field(text)}{SUM * (kind == OUTPUT)}", when)
         elif kind is None:
             own = Walk(self.module, self.owner, self.rows, self.label)
             own.method(last, when)
 
     def _projection(self, call: ast.Call, owner: str, last: str, when: tuple[str, ...]) -> None:
         kind, whole = self._kind(owner), f"{owner}.{last}"
-        if kind == "Output" and last == "lower":
+        if kind == OUTPUT and last == "lower":
             self._inner("vlm_serve.models.program", "Program", "add", _field(owner), when)
         elif kind == "Linear" and last == "of_norm":
             gated = any(keyword.arg == "gated" for keyword in call.keywords)
@@ -370,7 +370,7 @@ class Walk:
         elif kind == "Linear" and last == "gated":
             up = _field(self._whole(ast.unparse(call.args[0])))
             self._add(f"projections {_field(owner)} and {up}, then `silu_times`", when)
-        elif self._kind(whole) == "Output":
+        elif self._kind(whole) == OUTPUT:
             self._add(f"projection {_field(whole)}{SUM}", when)
         elif self._kind(whole) == "Linear":
             self._add(f"projection {_field(whole)}", when)

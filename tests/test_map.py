@@ -312,6 +312,15 @@ def test_the_page_of_a_step_is_what_the_code_declares() -> None:
         assert word in page
 
 
+def test_the_page_of_a_step_has_the_projections_that_end_a_branch() -> None:
+    page = step_map.PAGE.read_text(encoding="utf-8")
+    mixers = [each for each in page.split("\n## ") if each.startswith("Token mixer")]
+    assert len(mixers) >= 4
+    for mixer in mixers:
+        assert "| `Product` of `out_proj` |" in mixer
+        assert "| projection `out_proj`, plus the residual |" in mixer
+
+
 def product_calls() -> Iterator[tuple[Path, str, ast.Call]]:
     """Yield the calls of the product's code, each with its file and its function's last name."""
     for folder in PRODUCT:  # whose links are not followed

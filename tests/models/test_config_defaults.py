@@ -373,3 +373,29 @@ def test_quantised_tensors_name_the_fields_of_their_weight() -> None:
     assert (
         mismatch("other.weight", [1], [2]) == "other.weight has shape [1], the config implies [2]"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "actual", "wanted", "field"),
+    [
+        ("mixer.conv1d.weight", [96, 1, 4], [96, 1, 3], "mamba_d_conv, conv_kernel"),
+        (
+            "block_sparse_moe.experts.gate_up_proj",
+            [4, 64, 64],
+            [4, 22016, 64],
+            "intermediate_size, hidden_size",
+        ),
+        ("block_sparse_moe.router.layer.weight", [4, 64], [8, 64], "num_local_experts"),
+        ("mixer.gate.weight", [4, 64], [8, 64], "n_routed_experts"),
+        (
+            "mixer.shared_experts.up_proj.weight",
+            [64, 32],
+            [7688, 32],
+            "moe_shared_expert_intermediate_size",
+        ),
+    ],
+)
+def test_tensors_of_mamba_families_name_their_fields(
+    name: str, actual: list[int], wanted: list[int], field: str
+) -> None:
+    assert mismatch(f"model.layers.0.{name}", actual, wanted).endswith(f" by {field}")

@@ -399,16 +399,32 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (MAMBA, "sliding_window", 4096, "sliding_window 4096 is not supported"),
     (MAMBA, "layer_types", ["sliding_attention"] * 4, "layer_types 'sliding_attention'"),
     (MAMBA, "num_attention_heads", 3, "num_attention_heads 3 is no multiple of its"),
+    (MAMBA, "num_experts_per_tok", 9, "num_experts_per_tok 9 exceeds 8 experts"),
     (("granitemoehybrid",), "layer_types", ["mamba"] * 3, "layer_types names 3 layers of 4"),
     (("granitemoehybrid",), "layer_types", ["moe"] * 4, "layer_types 'moe' is not supported"),
     (("granitemoehybrid",), "mamba_n_groups", 2, "mamba_n_groups 2 is not supported, only 1"),
     (("granitemoehybrid",), "time_step_limit", [1], r"time_step_limit [1] is not supported"),
+    *(
+        (("granitemoehybrid",), "time_step_limit", limits, "time_step_limit [")
+        for limits in ([0.5, 0.1], [math.nan, 1], [0, math.nan], [-1, 5], [math.inf, math.inf])
+    ),
+    *(
+        (("nemotron_h",), "time_step_min", least, "time_step_min")
+        for least in (-0.1, math.nan, math.inf)
+    ),
+    *(
+        (("granitemoehybrid",), "residual_multiplier", factor, "residual_multiplier in config.json")
+        for factor in (1e-200, 1e308)
+    ),
     (("granitemoehybrid",), "residual_multiplier", 0, "residual_multiplier in config.json must be"),
     (("granitemoehybrid",), "position_embedding_type", "alibi", "position_embedding_type 'alibi'"),
-    (("nemotron_h",), "hybrid_override_pattern", "ME*X", "layer_types 'X' is not supported"),
+    (("nemotron_h",), "hybrid_override_pattern", "ME*X", "pattern 'X' is not supported"),
+    (("nemotron_h",), "hybrid_override_pattern", "", "hybrid_override_pattern names 0 layers"),
+    (("nemotron_h",), "layers_block_type", ["ssm"], "layers_block_type 'ssm' is not supported"),
     (("nemotron_h",), "hybrid_override_pattern", "E-", "no layer has Mamba2 or attention"),
     (("nemotron_h",), "hybrid_override_pattern", 4, "hybrid_override_pattern in config.json must"),
     (("nemotron_h",), "mlp_hidden_act", "silu", "mlp_hidden_act 'silu' is not supported"),
+    (("nemotron_h",), "mamba_dt_min", 0.01, "mamba_dt_min 0.01 is not supported"),
     (("nemotron_h",), "n_group", 2, "n_group 2 is not supported, only 1"),
     (("nemotron_h",), "moe_latent_size", 64, "moe_latent_size 64 is not supported"),
     (("nemotron_h",), "norm_topk_prob", False, "norm_topk_prob False is not supported"),
@@ -425,6 +441,12 @@ def test_what_nobody_supports_is_named(kind: str, name: str, value: Any, complai
     with pytest.raises(CheckpointError) as caught:
         spec_of(config(kind, **{name: value}))
     assert complaint in caught.value.message and "\n" not in caught.value.message
+
+
+def test_a_whole_number_beyond_any_float_is_refused() -> None:
+    changed = config("granitemoehybrid", residual_multiplier=10**400)
+    with pytest.raises(CheckpointError, match="residual_multiplier .* is too large a number"):
+        spec_of(changed)
 
 
 def test_a_window_that_is_switched_off_is_none() -> None:

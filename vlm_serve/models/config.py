@@ -4,7 +4,6 @@ else from the configuration class itself."""
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -66,6 +65,7 @@ _EXPERTS = "moe_intermediate_size"
 _MAMBA_SIZES = "the sizes of mamba heads and groups"
 _ADJUSTED = "intermediate_size, block_auto_adjust_ff_dim"
 _SHARED = "shared_expert_intermediate_size"
+_ALWAYS = "moe_shared_expert_intermediate_size"
 _FIELDS = {
     r"(embed_tokens|lm_head)\.weight": ("vocab_size", "hidden_size"),
     r"self_attn\.q_proj\.\w+": (f"{_HEADS}, attn_output_gate", "hidden_size"),
@@ -75,12 +75,22 @@ _FIELDS = {
     r"conv\.(in|out)_proj\.\w+": ("hidden_size", "hidden_size"),
     r"(mamba|mixer)\.in_proj\.\w+": (_MAMBA_SIZES, "hidden_size"),
     r"(mamba|mixer)\.out_proj\.\w+": ("hidden_size", _MAMBA_SIZES),
-    r"(mamba|mixer)\.(conv1d\.\w+|norm\.weight|A_log|D|dt_bias)": (_MAMBA_SIZES,),
+    r"(mamba|mixer)\.conv1d\.weight": (_MAMBA_SIZES, "", "mamba_d_conv, conv_kernel"),
+    r"(mamba|mixer)\.(conv1d\.bias|norm\.weight|A_log|D|dt_bias)": (_MAMBA_SIZES,),
     r"mixer\.q_proj\.weight": (_HEADS, "hidden_size"),
     r"mixer\.[kv]_proj\.weight": (_KEYS, "hidden_size"),
     r"mixer\.o_proj\.weight": ("hidden_size", _HEADS),
     r"shared_mlp\.input_linear\.weight": ("shared_intermediate_size", "hidden_size"),
     r"shared_mlp\.output_linear\.weight": ("hidden_size", "shared_intermediate_size"),
+    r"block_sparse_moe\.experts\.\w+": (
+        "num_local_experts",
+        "intermediate_size, hidden_size",
+        "intermediate_size, hidden_size",
+    ),
+    r"block_sparse_moe\.router\.\S+": ("num_local_experts", "hidden_size"),
+    r"mixer\.gate\.\w+": ("n_routed_experts", "hidden_size"),
+    r"mixer\.shared_experts\.up_proj\.weight": (_ALWAYS, "hidden_size"),
+    r"mixer\.shared_experts\.down_proj\.weight": ("hidden_size", _ALWAYS),
     r"mixer\.up_proj\.weight": ("intermediate_size", "hidden_size"),
     r"mixer\.down_proj\.weight": ("hidden_size", "intermediate_size"),
     r"conv\.conv\.\w+": ("hidden_size", "", "conv_L_cache"),
@@ -242,17 +252,22 @@ class Config:
         return value
 
     def number(self, name: str) -> float:
-        """Return a number; see `given`."""
+        """Return a number; see `given`. Whole ones are bounded."""
         value = self.given(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{name} in config.json must be a number, not {value!r}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise CheckpointError(f"{name} in config.json is too large a number") from None
 
     def positive(self, name: str) -> float:
-        """Return a finite number above 0; see `given`."""
-        value = self.number(name)
-        if not (math.isfinite(value) and value > 0):
-            raise CheckpointError(f"{name} in config.json must be positive, not {value!r}")
+        """Return a number above 0 in float32's normal range; see `given`."""
+        value, range_ = self.number(name), torch.finfo(torch.float32)
+        if not range_.tiny <= value <= range_.max:
+            raise CheckpointError(
+                f"{name} in config.json must be positive and in float32's range, not {value!r}"
+            )
         return value
 
     def value(self, name: str) -> Any:

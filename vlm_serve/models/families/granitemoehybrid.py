@@ -8,7 +8,7 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, Defaults, numbers_of
 from vlm_serve.models.families import shared
 from vlm_serve.models.parts.attention import Attention
-from vlm_serve.models.parts.base import Mixer, Routing
+from vlm_serve.models.parts.base import Mixer
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.mamba2 import Mamba2
 from vlm_serve.models.spec import NORMS, BranchSpec, LayerSpec, ModelSpec, Scales
@@ -90,6 +90,7 @@ def _mamba(config: Config) -> Mamba2:
     except (TypeError, ValueError):
         complaint = f"time_step_limit {limits!r} is not supported, only two numbers"
         raise CheckpointError(complaint) from None
+    shared.check_limits("time_step_limit", (low, high))
     if config.raw.get("mamba_d_head", "auto") == "auto":
         head_dim = config.size("mamba_expand") * config.size("hidden_size") // heads
     else:
@@ -113,7 +114,7 @@ def _behind(config: Config) -> tuple[BranchSpec, ...]:
     dense = Mlp(config.size("shared_intermediate_size"), "shared_mlp", _SHARED)
     if config.given("num_local_experts") == 0:
         return (BranchSpec(dense, NORMS[1]),)
-    routing = Routing(config.size("num_local_experts"), config.size("num_experts_per_tok"))
+    routing = shared.routing(config, "num_local_experts")
     size, name = config.size("intermediate_size"), "block_sparse_moe"
     experts = Experts(routing, size, 0, name=name, router="router")
     return BranchSpec(dense, NORMS[1]), BranchSpec(experts, None)

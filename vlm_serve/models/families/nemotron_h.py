@@ -8,7 +8,6 @@ from dataclasses import replace
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
-from vlm_serve.models.parts.base import Routing
 from vlm_serve.models.parts.feed_forward import UNGATED, Experts, Mlp
 from vlm_serve.models.parts.mamba2 import Mamba2
 from vlm_serve.models.spec import BranchSpec, LayerSpec, ModelSpec
@@ -69,6 +68,8 @@ def spec(config: Config) -> ModelSpec:
         config.expect(name, False)
     config.expect("mlp_hidden_act", "relu2")
     config.allow("residual_in_fp32", False)
+    for former in ("mamba_n_groups", "mamba_d_conv", "mamba_dt_min", "mamba_conv_bias"):
+        config.allow(former, None)
     layers = {kind: LayerSpec(readers[kind](config)) for kind in dict.fromkeys(kinds)}
     made = shared.model(
         *(config, config, [], shared.unrotated(config)),
@@ -97,6 +98,7 @@ def _mamba(config: Config) -> tuple[BranchSpec, ...]:
         conv_bias=bool(config.given("use_conv_bias")),
         name=_NAME,
     )
+    shared.check_limits("time_step_min", sizes.limits)
     shared.check_groups("mamba_num_heads", sizes.heads, sizes.groups)
     return (BranchSpec(sizes, _NORM),)
 
@@ -112,7 +114,7 @@ def _experts(config: Config) -> tuple[BranchSpec, ...]:
     config.allow("moe_latent_size", None)
     dense = Mlp(config.size("moe_shared_expert_intermediate_size"), "mixer.shared_experts", UNGATED)
     sigmoids = (True, config.positive("routed_scaling_factor"), _NO_FLOOR)
-    routing = Routing(config.size("n_routed_experts"), config.size("num_experts_per_tok"), sigmoids)
+    routing = replace(shared.routing(config, "n_routed_experts"), sigmoids=sigmoids)
     size = config.size("moe_intermediate_size")
     experts = Experts(routing, size, 0, name=_NAME, parts=UNGATED, bias=_EXPERT_BIAS)
     return BranchSpec(dense, _NORM), BranchSpec(experts, None)

@@ -78,29 +78,29 @@ def layer_types(text: Config, known: Collection[str]) -> list[str]:
         interval = text.size("full_attention_interval")
         full = [(index + 1) % interval == 0 for index in range(count)]
         given = ["full_attention" if attends else "linear_attention" for attends in full]
-    return _known_types(given, known, count)
+    return _known_types("layer_types", given, known, count)
 
 
 def block_types(text: Config, known: Collection[str], count: int | None = None) -> list[str]:
     """Return the kinds of all layers, or of the first `count`, as transformers calls them today,
     whether a file has a list or, as Nemotron-H's, a letter for each."""
     fields = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-    name = next((field for field in fields if text.raw.get(field)), fields[1])
+    name = next((field for field in fields if text.raw.get(field) is not None), fields[1])
     given = text.given(name)
     if not isinstance(given, list | str) or not all(isinstance(kind, str) for kind in given):
         raise CheckpointError(f"{name} in config.json must be a list of names, not {given!r}")
     kinds = [_BLOCKS.get(kind, kind) for kind in given]
-    return _known_types(kinds, known, len(kinds) if count is None else count)
+    return _known_types(name, kinds, known, max(1, len(kinds)) if count is None else count)
 
 
-def _known_types(given: list[str], known: Collection[str], count: int) -> list[str]:
+def _known_types(name: str, given: list[str], known: Collection[str], count: int) -> list[str]:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise CheckpointError(
-            f"layer_types {unknown[0]!r} is not supported, only {', '.join(map(repr, known))}"
+            f"{name} {unknown[0]!r} is not supported, only {', '.join(map(repr, known))}"
         )
     if len(given) < count:
-        raise CheckpointError(f"layer_types names {len(given)} layers of {count}")
+        raise CheckpointError(f"{name} names {len(given)} layers of {count}")
     return given[:count]
 
 
@@ -163,6 +163,13 @@ def gated_delta(text: Config, *, interleaved: bool = False) -> GatedDelta:
     return sizes
 
 
+def check_limits(name: str, limits: tuple[float, float]) -> None:
+    """Refuse limits of a step's length that no length keeps to. `name`: the field with them."""
+    low, high = limits
+    if not 0 <= low <= high or math.isinf(low):
+        raise CheckpointError(f"{name} [{low}, {high}] is no range of positive lengths")
+
+
 def refuse_windows(text: Config) -> None:
     """Refuse attention over a part of the keys, unless it is switched off."""
     if text.raw.get("use_sliding_window") is not False:
@@ -184,13 +191,19 @@ def mlp(text: Config) -> Mlp:
 def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
     """Return routed experts, whose weights sum to 1 for each token."""
     text.allow("norm_topk_prob", True)
-    routing = Routing(text.size("num_experts"), text.size("num_experts_per_tok"))
-    if routing.top_k > routing.num_experts:
-        raise CheckpointError(
-            f"num_experts_per_tok {routing.top_k} exceeds {routing.num_experts} experts"
-        )
+    routed = routing(text, "num_experts")
     shared_size = text.size("shared_expert_intermediate_size") if shared else 0
-    return Experts(routing, text.size("moe_intermediate_size"), shared_size, transposed=transposed)
+    return Experts(routed, text.size("moe_intermediate_size"), shared_size, transposed=transposed)
+
+
+def routing(text: Config, name: str) -> Routing:
+    """Return the routing to experts, whose number is the field `name`."""
+    sizes = Routing(text.size(name), text.size("num_experts_per_tok"))
+    if sizes.top_k > sizes.num_experts:
+        raise CheckpointError(
+            f"num_experts_per_tok {sizes.top_k} exceeds {sizes.num_experts} experts"
+        )
+    return sizes
 
 
 def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
