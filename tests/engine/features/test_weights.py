@@ -212,6 +212,19 @@ def test_a_failed_update_changes_nothing(
     assert engine.update_weights(text[0]) == identity
 
 
+def test_folders_of_past_updates_are_not_needed(
+    engine: Engine, text: list[Path], tmp_path: Path
+) -> None:
+    """Neither of one without a config, nor of one that is gone."""
+    identity = digest_of(engine)
+    bare, gone = (Path(shutil.copytree(text[1], tmp_path / name)) for name in ("bare", "gone"))
+    (bare / "config.json").unlink()
+    for path in (bare, gone):
+        engine.update_weights(path)
+        shutil.rmtree(path)
+        assert engine.update_weights(text[0]).whole.hex() == identity
+
+
 def test_what_is_refused_by_name(engine: Engine, text: list[Path], tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", replace(SPECS["text, tied"], num_layers=8))
     with pytest.raises(InvalidRequestError, match=r"config\.json differs in .*layer"):

@@ -51,6 +51,8 @@ class WeightReader:
         self.model = model
         self._load = load
         self._check_room = check_room
+        # The folder of an update may have no config, and may be deleted after it.
+        self._config, self._config_digest = read_json(path / "config.json"), config_digest(path)
         self._path, self._digests = path, model.file_digests
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -102,8 +104,8 @@ class WeightReader:
         """Compare a folder's config.json, if there is one, with the config that is served."""
         if not (path / "config.json").is_file():
             return
-        config, served = read_json(path / "config.json"), read_json(self._path / "config.json")
-        if config_digest(path, config) == config_digest(self._path, served):
+        config, served = read_json(path / "config.json"), self._config
+        if config_digest(path, config) == self._config_digest:
             return
         names = sorted(config.keys() | served.keys())
         differing = [name for name in names if config.get(name) != served.get(name)]
