@@ -340,6 +340,26 @@ def test_updates_at_random_moments(text: list[Path]) -> None:
         each.close()
 
 
+def test_updates_name_the_weights_in_their_order(
+    engine: Engine, text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that begins before the last one has told its digest is refused."""
+    renew, refused = engine.preprocessor.renew, []
+
+    def slowly(weights: WeightsIdentity) -> None:
+        monkeypatch.setattr(engine.preprocessor, "renew", renew)
+        try:
+            engine.update_weights(text[0])
+        except InvalidRequestError as error:
+            refused.append(error.message)
+        renew(weights)
+
+    monkeypatch.setattr(engine.preprocessor, "renew", slowly)
+    engine.update_weights(text[1])
+    assert ask(engine).report.weights == digest_of(engine)
+    assert refused == ["another update of the weights is under way"]
+
+
 def test_requests_in_flight_may_be_ended(engine: Engine, text: list[Path]) -> None:
     answer = begin(engine, tokens=500)
     wait_for(lambda: len(answer.tokens) > 2)
