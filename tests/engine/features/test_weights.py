@@ -295,6 +295,18 @@ def test_answers_that_span_an_update_say_where(engine: Engine, text: list[Path])
         cold.close()
 
 
+def test_a_choice_that_has_ended_is_of_no_later_weights(engine: Engine, text: list[Path]) -> None:
+    plain = ask(engine, tokens=60)
+    last = next(token for token in range(100) if token not in plain.tokens)
+    forced = ((last,), plain.tokens[:2])
+    answer = begin(engine, tokens=60, n=2, stop_token_ids=[last], forced=forced)
+    wait_for(lambda: len(answer.tokens) > 5)
+    engine.update_weights(text[1])
+    assert answer.done.wait(120)
+    wait_for(lambda: {0, 1} == {each.index for each in answer.deltas if each.finish_reason})
+    assert [change.choice for change in answer.report.weight_changes] == [1]
+
+
 def test_updates_at_random_moments(text: list[Path]) -> None:
     """No token of any answer differs from cold engines on the weights that its report names."""
     engine = changing(text[0], cache_memory="2MiB", max_num_seqs=4, cache_audit=1.0)
