@@ -63,6 +63,7 @@ class Engine(RequestMaker):
     """
 
     def __init__(self, parts: EngineParts) -> None:
+        super().__init__()
         self.parts = parts
         self.config = parts.config
         self.spec = parts.spec
@@ -241,9 +242,10 @@ class Engine(RequestMaker):
         updates = self._features.get(WeightUpdates)
         if updates is None:
             raise InvalidRequestError("start with allow_weight_updates to change the weights")
-        identity = updates.update(source, self.call, version=version, abort=abort, below=below)
-        self.weight_version = updates.version
-        self.preprocessor.renew(identity)
+        with self._only_update():
+            identity = updates.update(source, self.call, abort=abort, below=below)
+            self.weight_version = self.weight_version if version is None else version
+            self.preprocessor.renew(identity)
         if flush:
             self.flush()
         return identity

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from vlm_serve.engine.requests.validation import (
     check_request,
     with_token_limit,
 )
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.affinity import AffinityKey
@@ -57,6 +60,22 @@ class RequestMaker:
     preprocessor: Preprocessor
     max_model_len: int
     grammars: GrammarCompiler
+
+    def __init__(self) -> None:
+        self._updating = threading.Lock()
+
+    @contextmanager
+    def _only_update(self) -> Iterator[None]:
+        """Let no other update of the weights begin before prompts are keyed by this one's.
+
+        Raises InvalidRequestError if one is under way.
+        """
+        if not self._updating.acquire(blocking=False):
+            raise InvalidRequestError("another update of the weights is under way")
+        try:
+            yield
+        finally:
+            self._updating.release()
 
     def submit(
         self,

@@ -122,7 +122,7 @@ def fingerprint(
     return blake3(_DOMAIN + config_digest(path, config) + combined).digest()
 
 
-def config_digest(path: Path, config: Any) -> bytes:
+def config_digest(path: Path, config: Any = None) -> bytes:
     """Return a digest of the config and of ModelOpt's file beside it; None: of config.json."""
     try:
         if config is None:

@@ -212,6 +212,19 @@ def test_a_failed_update_changes_nothing(
     assert engine.update_weights(text[0]) == identity
 
 
+def test_folders_of_past_updates_are_not_needed(
+    engine: Engine, text: list[Path], tmp_path: Path
+) -> None:
+    """Neither of one without a config, nor of one that is gone."""
+    identity = digest_of(engine)
+    bare, gone = (Path(shutil.copytree(text[1], tmp_path / name)) for name in ("bare", "gone"))
+    (bare / "config.json").unlink()
+    for path in (bare, gone):
+        engine.update_weights(path)
+        shutil.rmtree(path)
+        assert engine.update_weights(text[0]).whole.hex() == identity
+
+
 def test_what_is_refused_by_name(engine: Engine, text: list[Path], tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", replace(SPECS["text, tied"], num_layers=8))
     with pytest.raises(InvalidRequestError, match=r"config\.json differs in .*layer"):
@@ -282,6 +295,18 @@ def test_answers_that_span_an_update_say_where(engine: Engine, text: list[Path])
         cold.close()
 
 
+def test_a_choice_that_has_ended_is_of_no_later_weights(engine: Engine, text: list[Path]) -> None:
+    plain = ask(engine, tokens=60)
+    last = next(token for token in range(100) if token not in plain.tokens)
+    forced = ((last,), plain.tokens[:2])
+    answer = begin(engine, tokens=60, n=2, stop_token_ids=[last], forced=forced)
+    wait_for(lambda: len(answer.tokens) > 5)
+    engine.update_weights(text[1])
+    assert answer.done.wait(120)
+    wait_for(lambda: {0, 1} == {each.index for each in answer.deltas if each.finish_reason})
+    assert [change.choice for change in answer.report.weight_changes] == [1]
+
+
 def test_updates_at_random_moments(text: list[Path]) -> None:
     """No token of any answer differs from cold engines on the weights that its report names."""
     engine = changing(text[0], cache_memory="2MiB", max_num_seqs=4, cache_audit=1.0)
@@ -325,6 +350,26 @@ def test_updates_at_random_moments(text: list[Path]) -> None:
     assert isinstance(auditor, Auditor) and not auditor.counts.mismatches
     for each in (engine, *colds.values()):
         each.close()
+
+
+def test_updates_name_the_weights_in_their_order(
+    engine: Engine, text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that begins before the last one has told its digest is refused."""
+    renew, refused = engine.preprocessor.renew, []
+
+    def slowly(weights: WeightsIdentity) -> None:
+        monkeypatch.setattr(engine.preprocessor, "renew", renew)
+        try:
+            engine.update_weights(text[0])
+        except InvalidRequestError as error:
+            refused.append(error.message)
+        renew(weights)
+
+    monkeypatch.setattr(engine.preprocessor, "renew", slowly)
+    engine.update_weights(text[1])
+    assert ask(engine).report.weights == digest_of(engine)
+    assert refused == ["another update of the weights is under way"]
 
 
 def test_requests_in_flight_may_be_ended(engine: Engine, text: list[Path]) -> None:

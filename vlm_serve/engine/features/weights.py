@@ -7,7 +7,6 @@ begun starts again under keys that name the new ones.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -52,6 +51,8 @@ class WeightReader:
         self._load = load
         self._check_room = check_room
         self._path, self._digests = path, model.file_digests
+        # The folder of an update may have no config, and may be deleted after it.
+        self._config, self._config_digest = read_json(path / "config.json"), config_digest(path)
         self._tensors: dict[str, torch.Tensor] = {}
 
     def from_folder(self, path: Path, below: Path | None = None) -> Loaded:
@@ -102,8 +103,8 @@ class WeightReader:
         """Compare a folder's config.json, if there is one, with the config that is served."""
         if not (path / "config.json").is_file():
             return
-        config, served = read_json(path / "config.json"), read_json(self._path / "config.json")
-        if config_digest(path, config) == config_digest(self._path, served):
+        config, served = read_json(path / "config.json"), self._config
+        if config_digest(path, config) == self._config_digest:
             return
         names = sorted(config.keys() | served.keys())
         differing = [name for name in names if config.get(name) != served.get(name)]
@@ -119,16 +120,11 @@ class WeightUpdates:
     Args:
         scheduler: of the engine.
         reader: reads the weights.
-
-    Attributes:
-        version: the name that the last update gave.
     """
 
     def __init__(self, scheduler: Scheduler, reader: WeightReader) -> None:
         self._scheduler = scheduler
         self._reader = reader
-        self._updating = threading.Lock()
-        self.version = "default"
 
     def attach(self, loop: Loop) -> None:
         """Know the requests that have not ended."""
@@ -155,26 +151,21 @@ class WeightUpdates:
         source: str | Path | Tensors,
         call: Callable[[Callable[[], None]], None],
         *,
-        version: str | None = None,
         abort: bool = False,
         below: Path | None = None,
     ) -> WeightsIdentity:
         """Read weights on this thread, have them take the place of the old ones, and return what
-        names them.
+        names them. Not thread-safe.
 
         Args:
             source: folder, or tensors; see `WeightReader`.
             call: runs a function between two steps.
-            version: a name for them; None: it stays as it is.
             abort: requests in flight end, instead of starting again under the new weights.
             below: see `WeightReader.from_folder`.
 
         Raises:
-            InvalidRequestError: another update is under way, or the weights cannot be used. Nothing
-                has changed then.
+            InvalidRequestError: the weights cannot be used. Nothing has changed then.
         """
-        if not self._updating.acquire(blocking=False):
-            raise InvalidRequestError("another update of the weights is under way")
         try:
             if isinstance(source, str | Path):
                 model, note = self._reader.from_folder(Path(source), below)
@@ -182,12 +173,9 @@ class WeightUpdates:
                 model, note = self._reader.from_tensors(source)
             call(lambda: self._swap(model, abort=abort))
             note()
-            self.version = self.version if version is None else version
             return self.identity
         except (CheckpointError, ConfigError) as error:
             raise InvalidRequestError(error.message, param="model_path") from error
-        finally:
-            self._updating.release()
 
     def _swap(self, model: Model, *, abort: bool) -> None:
         """Change the weights between two steps.

@@ -87,6 +87,7 @@ class RemoteEngine(RequestMaker):
     """
 
     def __init__(self, model: str, config: EngineConfig) -> None:
+        super().__init__()
         self._process, wire = _process()
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         try:
@@ -175,10 +176,11 @@ class RemoteEngine(RequestMaker):
         self, source: str | Path, *, version: str | None = None, **options: Any
     ) -> WeightsIdentity:
         """See `Engine.update_weights`; from a folder."""
-        identity = self._peer.ask("update_weights", source, version, options)
-        self.weight_version = self.weight_version if version is None else version
-        self.preprocessor.renew(identity)
-        return cast("WeightsIdentity", identity)
+        with self._only_update():
+            identity: WeightsIdentity = self._peer.ask("update_weights", source, version, options)
+            self.weight_version = self.weight_version if version is None else version
+            self.preprocessor.renew(identity)
+        return identity
 
     def stats(self) -> dict[str, Any]:
         """See `Engine.stats`."""

@@ -87,8 +87,9 @@ class SequenceGroup:
         if not begun or self.report is None:
             self.report = None
             return
+        going = (each for each in begun if each.answer.finish_reason is None)
         digest = weights.whole.hex()
-        changes = (WeightChange(each.index, each.num_generated, digest) for each in begun)
+        changes = (WeightChange(each.index, each.num_generated, digest) for each in going)
         self.report = replace(self.report, weight_changes=(*self.report.weight_changes, *changes))
 
     def part(self) -> None:
