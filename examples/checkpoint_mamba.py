@@ -63,6 +63,9 @@ def _nemotron(spec: CheckpointSpec) -> dict[str, Any]:
         "n_groups": spec.gdn_key_heads,
         "ssm_state_size": spec.gdn_key_dim,
         "conv_kernel": spec.conv_kernel,
+        # transformers raises steps to this minimum in prompts alone, the server everywhere: a
+        # random model's steps would lie below the usual 0.001 and its logits differ by 0.01.
+        "time_step_min": 1e-9,
         "intermediate_size": spec.intermediate_size,
         "n_routed_experts": max(1, spec.num_experts),
         "moe_intermediate_size": spec.moe_intermediate_size,

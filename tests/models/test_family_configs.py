@@ -226,7 +226,7 @@ def test_granite() -> None:
 
 def test_nemotron() -> None:
     spec = spec_of(config("nemotron_h"))
-    limits = (0.001, math.inf)
+    limits = (1e-9, math.inf)
     mamba = Mamba2(4, 16, groups=2, state_dim=16, taps=4, limits=limits, name="mixer")
     attention = Attention(4, 2, 32, gated=False, name="mixer", norms=None)
     routing = Routing(8, 2, (True, 2.5, 1e-20))
