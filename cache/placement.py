@@ -165,7 +165,7 @@ NEAR_END = "near_end"
 REGULAR = frozenset({INTERVAL, LEARNED, NEAR_END})
 """Kinds of snapshots without a mark in the prompt."""
 MOST_NEAR_END, _NEAR_END_STEP = 3, 64
-"""Of a prompt, and tokens between them: where chunks of the recurrences end anyway."""
+"""Number for a prompt, and tokens between them: chunks of the recurrences end there anyway."""
 MOST_PLACES = 7
 """Maximum number of learned places of a prompt."""
 MOST_GROUPS, MOST_WANTS = 64, 64

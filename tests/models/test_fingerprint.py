@@ -187,7 +187,7 @@ def test_each_part_of_a_tensor_counts() -> None:
 
 
 def test_the_tower_has_an_identity_of_its_own(tmp_path: Path, memory: Path) -> None:
-    """What the language model is does not count for it."""
+    """The language model does not count for it."""
     path = make_checkpoint(tmp_path / "seeing", CheckpointSpec(num_layers=1))
     file = path / "model.safetensors"
     found = []

@@ -68,7 +68,7 @@ def rows(driver: Driver, one: Sequence_) -> list[torch.Tensor]:
 def test_a_prompt_cut_anywhere_has_the_bits_of_the_whole(
     tmp_path: Path, groups: int, dtype: torch.dtype, state: torch.dtype
 ) -> None:
-    """In slices of any length beside other prompts, and token by token at the end."""
+    """Prompts run in slices of any length beside others, and token by token at the end."""
     path = write_checkpoint(tmp_path, MAMBA2 | {"mamba_groups": groups})
     driver = driver_of(path, dtype=dtype, state=state)
     whole, cut, draw = text_sequence(TOKENS), text_sequence(TOKENS[:80]), random.Random(1)
@@ -95,7 +95,7 @@ def test_a_prompt_cut_anywhere_has_the_bits_of_the_whole(
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_drafts_leave_what_decoding_leaves(tmp_path: Path, compiled: bool) -> None:
-    """With other drafts that do not hold behind those that do, of two sequences at once."""
+    """Drafts that do not hold stand behind those that do, in two sequences at once."""
     driver, draw = driver_of(write_checkpoint(tmp_path, MAMBA2 | ONE), compiled), random.Random(2)
     verified = [text_sequence(TOKENS[:n]) for n in (20, 33)]
     decoded = [text_sequence(one.tokens) for one in verified]

@@ -34,7 +34,7 @@ class Layer:
 
     @property
     def mixers(self) -> tuple[LoadedMixer, ...]:
-        """Its token mixers."""
+        """Token mixers of all branches, in order."""
         return tuple(each.part for each in self.branches if isinstance(each.part, LoadedMixer))
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:

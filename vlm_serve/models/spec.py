@@ -237,12 +237,12 @@ class LayerSpec:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """Its token mixers."""
+        """Token mixers of all branches, in order."""
         return tuple(each.part for each in self.branches if isinstance(each.part, Mixer))
 
     @property
     def feed_forwards(self) -> tuple[FeedForward, ...]:
-        """Its feed-forwards."""
+        """Feed-forwards of all branches, in order."""
         return tuple(each.part for each in self.branches if isinstance(each.part, FeedForward))
 
     @property
