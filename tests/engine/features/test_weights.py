@@ -45,6 +45,8 @@ OPTIONS: dict[str, Any] = {
     "speculative": "off",
 }
 TEXT = "Tell me about the river, its boats, the people on them and what they carry to the sea. " * 2
+LONG = 400
+"""Tokens of an answer that an update surely finds running: it reads the weights first."""
 
 
 class Answer:
@@ -275,7 +277,7 @@ def test_prompts_from_before_an_update_get_its_keys(engine: Engine, text: list[P
 def test_answers_that_span_an_update_say_where(engine: Engine, text: list[Path]) -> None:
     colds = {path: started(path) for path in text}
     digests = {path: digest_of(cold) for path, cold in colds.items()}
-    before = begin(engine, tokens=60)
+    before = begin(engine, tokens=LONG)
     wait_for(lambda: len(before.tokens) > 5)
     waiting = [begin(engine, f"{number} {TEXT}", tokens=20) for number in range(3)]
     engine.update_weights(text[1])
@@ -283,23 +285,23 @@ def test_answers_that_span_an_update_say_where(engine: Engine, text: list[Path])
         assert answer.done.wait(120)
     (change,) = before.report.weight_changes
     assert (before.report.weights, change.weights) == (digests[text[0]], digests[text[1]])
-    assert 5 < change.token < 60 and change.choice == 0
-    assert before.bits[: change.token] == ask(colds[text[0]], tokens=60).bits[: change.token]
+    assert 5 < change.token < LONG and change.choice == 0
+    assert before.bits[: change.token] == ask(colds[text[0]], tokens=LONG).bits[: change.token]
     forced = (before.tokens[: change.token],)
-    onward = ask(colds[text[1]], tokens=60, forced=forced)
+    onward = ask(colds[text[1]], tokens=LONG, forced=forced)
     assert before.bits[change.token :] == onward.bits[change.token :]
-    later = ask(engine, tokens=60)
-    assert later.bits == ask(colds[text[1]], tokens=60).bits
+    later = ask(engine, tokens=LONG)
+    assert later.bits == ask(colds[text[1]], tokens=LONG).bits
     assert engine.check()
     for cold in colds.values():
         cold.close()
 
 
 def test_a_choice_that_has_ended_is_of_no_later_weights(engine: Engine, text: list[Path]) -> None:
-    plain = ask(engine, tokens=60)
+    plain = ask(engine, tokens=LONG)
     last = next(token for token in range(100) if token not in plain.tokens)
     forced = ((last,), plain.tokens[:2])
-    answer = begin(engine, tokens=60, n=2, stop_token_ids=[last], forced=forced)
+    answer = begin(engine, tokens=LONG, n=2, stop_token_ids=[last], forced=forced)
     wait_for(lambda: len(answer.tokens) > 5)
     engine.update_weights(text[1])
     assert answer.done.wait(120)
