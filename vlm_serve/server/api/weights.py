@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from vlm_serve.server.api.adapters import MAX_PATH, folder_below
 from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.request_body import read_json
 from vlm_serve.server.http.auth import refuse_tenants
-from vlm_serve.server.http.browsers import refuse_foreign_scripts
+from vlm_serve.server.http.browsers import is_loopback, refuse_foreign_scripts
 from vlm_serve.server.http.errors import PermissionDeniedError
 
 if TYPE_CHECKING:
@@ -94,9 +93,4 @@ def _allowed(service: Service, request: Request) -> Path:
 
 def _is_local(client: Any) -> bool:
     """Return True for a client on this machine's loopback or on a Unix socket."""
-    if not client or not client[0]:
-        return True
-    try:
-        return ip_address(client[0]).is_loopback
-    except ValueError:
-        return False
+    return not client or not client[0] or is_loopback(client[0])
