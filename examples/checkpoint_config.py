@@ -27,15 +27,9 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
         kind = "qwen3_5_text"
     config: dict[str, Any] = {
         "model_type": kind,
-        "dtype": spec.dtype,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.attention_heads,
-        "num_key_value_heads": spec.kv_heads,
+        **spec.text_sizes,
         **({} if spec.older else {"head_dim": spec.head_dim}),
         "hidden_act": "silu",
-        "max_position_embeddings": spec.max_position_embeddings,
         "rms_norm_eps": 1e-6,
         **_rotation(spec),
         "tie_word_embeddings": spec.tied_embeddings,

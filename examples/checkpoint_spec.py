@@ -148,6 +148,19 @@ class CheckpointSpec:
         return self.family in ("granitemoehybrid", "nemotron_h")
 
     @property
+    def text_sizes(self) -> dict[str, str | int]:
+        """The fields of a language model's config.json that all families share."""
+        return {
+            "dtype": self.dtype,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.attention_heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+
+    @property
     def kinds(self) -> str:
         """The letters of its layers, in families with Mamba2."""
         usual = {"granitemoehybrid": "M*", "nemotron_h": "ME*-"}[self.family]
