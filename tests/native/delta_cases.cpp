@@ -8,6 +8,7 @@ namespace cases {
 struct DeltaShape {
     const char* name;
     int64_t key_heads, value_heads, key_dim, value_dim;
+    bool skips;  // whether values are added to the outputs: Mamba2's recurrence
 
     int64_t keys() const { return key_heads * key_dim; }
     int64_t values() const { return value_heads * value_dim; }
@@ -24,6 +25,7 @@ static void delta(const DeltaShape& own) {
     Table<float> decay(random, 3, SEQUENCE_TOKENS, own.value_heads), beta = decay;
     for (float& each : decay.values) each = -8.0f * each * each;
     for (float& each : beta.values) each = 0.5f + 0.5f * each;
+    const std::vector<float> skip = random.numbers(own.skips ? own.value_heads : 0);
     const int64_t row = own.values() * own.key_dim;
     const std::vector<S> states = random.numbers<S>(STATE_ROWS * row);
     auto run = [&](const std::vector<Slice>& slices, int64_t threads, std::vector<S>& to) {
@@ -49,6 +51,7 @@ static void delta(const DeltaShape& own) {
                              .v = &x[2 * own.keys()],
                              .g = g.data(),
                              .beta = b.data(),
+                             .skip = own.skips ? skip.data() : nullptr,
                              .states = to.data(),
                              .out = out.data()};
         must(vlm_gated_delta(&job, BITS<T>), "vlm_gated_delta");
@@ -90,9 +93,11 @@ static void gates(int64_t tokens, int64_t heads) {
 
 template <typename T, typename S>
 static void deltas() {
-    delta<T, S>({"1x16-1x16", 1, 1, 16, 16});
-    delta<T, S>({"2x64-4x48", 2, 4, 64, 48});
-    delta<T, S>({"1x128-2x128", 1, 2, 128, 128});
+    delta<T, S>({"1x16-1x16", 1, 1, 16, 16, false});
+    delta<T, S>({"2x64-4x48", 2, 4, 64, 48, false});
+    delta<T, S>({"1x128-2x128", 1, 2, 128, 128, false});
+    delta<T, S>({"1x16-1x16-skip", 1, 1, 16, 16, true});
+    delta<T, S>({"1x128-8x64-skip", 1, 8, 128, 64, true});
 }
 
 template <typename T>

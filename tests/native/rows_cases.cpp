@@ -101,9 +101,9 @@ static void rotations(int64_t tokens, int64_t half, int64_t most) {
     const std::string name = "vlm_rotations/" + std::to_string(tokens) + "x" +
                              std::to_string(half) + "-up-to-" + std::to_string(most);
     Random random(name);
-    std::vector<int64_t> positions(3 * tokens);
-    for (int64_t& each : positions) each = random.below(most + 1);
-    positions[tokens - 1] = most;
+    std::vector<double> positions(3 * tokens);
+    for (double& each : positions) each = (double)random.below(most + 1);
+    positions[tokens - 1] = (double)most;
     std::vector<float> inv_freq = random.numbers(half, 0.5f, 0.5f);
     inv_freq[0] = 1.0f;
     std::vector<int32_t> axis;

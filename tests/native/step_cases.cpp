@@ -16,7 +16,8 @@ typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& given,
     const Sequences sequences(slices);
     const std::vector<T> x = x_.of(slices);
     const int64_t tokens = sequences.tokens(), count = (int64_t)slices.size();
-    std::vector<int64_t> positions(3 * tokens), slots, start, last;
+    std::vector<double> positions(3 * tokens);
+    std::vector<int64_t> slots, start, last;
     std::vector<const int32_t*> tables;
     const std::vector<T> features = features_.of(slices);
     std::vector<int64_t> media_first, media_tokens;
@@ -30,7 +31,7 @@ typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& given,
         for (int64_t t = slice.first; t < slice.first + slice.count; ++t) {
             const int64_t own = (int64_t)slots.size(), table = slice.sequence * BLOCKS;
             for (int64_t axis = 0; axis < 3; ++axis)
-                positions[axis * tokens + own] = t / (axis + 1) + 100000 * slice.sequence;
+                positions[axis * tokens + own] = (double)(t / (axis + 1) + 100000 * slice.sequence);
             slots.push_back(blocks_[table + t / BLOCK] * BLOCK + t % BLOCK);
         }
         last.push_back((int64_t)slots.size() - 1);
@@ -150,6 +151,7 @@ static void all_steps() {
     steps<T>("vlm_step/dense-bfloat16", vlm::BFLOAT16, {});
     steps<T>("vlm_step/experts-float32", vlm::FLOAT32, {.experts = 6});
     steps<T>("vlm_step/experts-bfloat16", vlm::BFLOAT16, {.experts = 6});
+    steps<T>("vlm_step/experts-by-sigmoids", vlm::FLOAT32, {.experts = 6, .sigmoid = true});
     steps<T, float8>("vlm_step/pages-of-float8", vlm::BFLOAT16, {});
     steps<T, code8>("vlm_step/pages-of-int8", vlm::BFLOAT16, {});
     steps<T, code8, bf16>("vlm_step/pages-of-int8-and-states-of-bfloat16", vlm::FLOAT32,

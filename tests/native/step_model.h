@@ -81,7 +81,8 @@ class Operations {
 // What a model has in each of its layers.
 struct Shape {
     int64_t experts = 0;
-    bool shared = true;  // is there an expert beside those?
+    bool shared = true;    // is there an expert beside those?
+    bool sigmoid = false;  // are experts chosen by sigmoids?
     std::array<bool, LAYERS> attends{false, true, false};
     bool features = false;  // are those of media added after the first layer?
 };
@@ -113,6 +114,7 @@ class Tiny {
         head_ = matrix(VOCAB, HIDDEN);
         final_norm_ = vector(HIDDEN, 0.5f, 1.0f);
         inv_freq_ = vector(HALF, 0.5f, 0.5f);
+        choice_bias_ = vector(shape.experts, 0.25f, 0.0f);
         for (int64_t i = 0; i < 3 * BLOCKS; ++i) blocks_.push_back((int32_t)(i * 7 % (3 * BLOCKS)));
     }
 
@@ -343,11 +345,16 @@ class Tiny {
                                           .index = index,
                                           .gate_up = &gate_up_[2 * shape_.experts * index],
                                           .down = &down_[shape_.experts * index],
+                                          .ungated = 0,
                                           .shared_down = shape_.shared ? own.down : vlm::Weight{},
                                           .apart = 0,
                                           .shared_site = 0,
                                           .gate_up_sites = nullptr,
-                                          .down_sites = nullptr});
+                                          .down_sites = nullptr,
+                                          .sigmoid = shape_.sigmoid,
+                                          .bias = shape_.sigmoid ? choice_bias_ : nullptr,
+                                          .scale = shape_.sigmoid ? 2.5 : 1.0,
+                                          .floor = shape_.sigmoid ? 1e-20 : 0.0});
     }
 
     static constexpr int32_t axes_[HALF] = {0, 1, 2, 0, 1, 2, 0, 0};
@@ -361,7 +368,7 @@ class Tiny {
     std::vector<vlm::Weight> gate_up_, down_;
     std::vector<Layer> layers_;
     vlm::Weight head_;
-    const float *final_norm_, *inv_freq_;
+    const float *final_norm_, *inv_freq_, *choice_bias_;
     std::vector<int32_t> blocks_;
 };
 

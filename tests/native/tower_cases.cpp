@@ -44,14 +44,14 @@ class Tower {
         }
         const int64_t patches = begins.back();
         std::vector<int32_t> blocks(patches);
-        std::vector<int64_t> positions(2 * patches);
+        std::vector<double> positions(2 * patches);
         std::vector<const int32_t*> tables;
         for (size_t i = 0; i < chosen.size(); ++i) {
             tables.push_back(blocks.data() + begins[i]);
             for (int64_t t = begins[i]; t < begins[i + 1]; ++t) {
                 blocks[t] = (int32_t)t;
-                positions[t] = (t - begins[i]) / 8;
-                positions[patches + t] = (t - begins[i]) % 8;
+                positions[t] = (double)((t - begins[i]) / 8);
+                positions[patches + t] = (double)((t - begins[i]) % 8);
             }
         }
         std::vector<T> out(patches / AREA * 2 * OUT);
