@@ -210,7 +210,7 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
     spec = _without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
-    spec = _with_stored_head(spec, path)
+    spec = with_stored_head(spec, path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -301,7 +301,7 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     return replace(spec, vision=None, config=config)
 
 
-def _with_stored_head(spec: ModelSpec, path: Path) -> ModelSpec:
+def with_stored_head(spec: ModelSpec, path: Path) -> ModelSpec:
     """Return the model with the head that its files have if config.json does not tie embeddings
     itself: some classes of transformers tie them by default, but not beside a head of its own."""
     sections = [spec.config, spec.config.get("text_config") or {}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -247,6 +248,25 @@ def test_what_is_refused_by_name(engine: Engine, text: list[Path], tmp_path: Pat
     with pytest.raises(InvalidRequestError, match="start with allow_weight_updates"):
         fixed.update_weights(text[1])
     fixed.close()
+
+
+def test_a_folder_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
+    """Where config.json says nothing, a stored head decides; the digests would be equal then."""
+    paths = both(replace(SPECS["internvl"], tied_embeddings=True), tmp_path)
+    for path in paths:
+        config = json.loads((path / "config.json").read_text())
+        del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+        (path / "config.json").write_text(json.dumps(config))
+    file = paths[1] / "model.safetensors"
+    tensors = load_file(file)
+    table = next(tensor for name, tensor in tensors.items() if "embed_tokens" in name)
+    save_file(tensors | {"lm_head.weight": -table}, file)
+    engine = changing(paths[0])
+    first = ask(engine)
+    with pytest.raises(InvalidRequestError, match="output projection of its own"):
+        engine.update_weights(paths[1])
+    assert ask(engine).bits == first.bits
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from vlm_serve.models import Model
 from vlm_serve.models.files import weight_files
 from vlm_serve.models.gguf.folder import gguf_files
 from vlm_serve.models.identity import config_digest, digests_of
+from vlm_serve.models.registry import with_stored_head
 from vlm_serve.preprocess.identity.keys import Roots, WeightsIdentity
 from vlm_serve.preprocess.text.tokenizer import read_json
 
@@ -72,6 +73,10 @@ class WeightReader:
             if below is not None and below not in file.resolve().parents:
                 raise CheckpointError(f"{file.name} leads out of the allowed folder")
         self._check_config(path)
+        if with_stored_head(self.model.spec, path) != self.model.spec:
+            raise CheckpointError(
+                "it has an output projection of its own, but the served weights use their embeddings"
+            )
         return self._loaded(path, {})
 
     def from_tensors(self, tensors: Tensors) -> Loaded:
