@@ -51,7 +51,7 @@ class Model:
         spec: the architecture.
         fingerprint: 32 bytes that identify the weights and the config.
         tower_fingerprint: the same of the vision tower's tensors alone, and of the whole config.
-        file_digests: of the tensors in the checkpoint's files.
+        digests: of its tensors, by their names in the checkpoint's files.
         dtype: of activations and of everything else.
         device: of its weights and computation.
         compiled: whether compiled CPU code multiplies.
@@ -76,7 +76,7 @@ class Model:
     ) -> None:
         self.spec = spec
         self.fingerprint = self.tower_fingerprint = identity
-        self.file_digests = Digests()
+        self.digests = Digests()
         self.dtype = weights.compute_dtype
         self.device = weights.device
         self.compiled = weights.compiled
@@ -293,7 +293,7 @@ class Model:
         self._decoder, self._predictor = other._decoder, other._predictor
         self._vision, self.tower_names = other._vision, other.tower_names
         self.fingerprint, self.tower_fingerprint = other.fingerprint, other.tower_fingerprint
-        self.modules, self.file_digests = other.modules, other.file_digests
+        self.modules, self.digests = other.modules, other.digests
         self._caches, self._bound = other._caches, other._bound
         self._compiled_step = other._compiled_step
 
@@ -389,13 +389,12 @@ def load_model(
         keeps_files=keeps_files,
     )
     check_defaults(spec, weights)
-    in_files = digests_of(directory)
     given = {name: tensor_digest(name, tensor) for name, tensor in (tensors or {}).items()}
-    digests = in_files | given
+    digests = digests_of(directory) | given
     identity = partial(fingerprint, directory, spec.config, digests)
     model = Model(spec, weights, identity(), drafts=drafts, pooled=pooled)
     model.tower_fingerprint = identity(only=model.tower_names)
-    model.file_digests = in_files
+    model.digests = digests
     weights.tell_unread()
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model

@@ -14,6 +14,7 @@ from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
+from vlm_serve.engine.features.adapters.store import AdapterStore
 from vlm_serve.engine.features.adapters.waiting import AdapterWaiting
 from vlm_serve.engine.features.cache_log import CacheLog
 from vlm_serve.engine.features.drafts.base import Drafter
@@ -46,7 +47,7 @@ class Options:
         pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
         never_drafted: tokens that are never drafted.
         slots: slots of adapters; None: no request has one.
-        weights: reads other weights; None: they do not change.
+        weights: reads other weights, and the adapters beside them; None: they do not change.
     """
 
     config: SchedulerConfig
@@ -56,7 +57,7 @@ class Options:
     pass_costs: CostCurve | None = None
     never_drafted: frozenset[int] = frozenset()
     slots: AdapterSlots | None = None
-    weights: WeightReader | None = None
+    weights: tuple[WeightReader, AdapterStore] | None = None
 
 
 class FeatureRow(NamedTuple):
@@ -142,7 +143,7 @@ def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
 
 
 def _weights(scheduler: Scheduler, options: Options) -> WeightUpdates | None:
-    return None if options.weights is None else WeightUpdates(scheduler, options.weights)
+    return None if options.weights is None else WeightUpdates(scheduler, *options.weights)
 
 
 TABLE = (

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from vlm_serve.engine.core.hooks import Admission, Loop
 from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.features.adapters.store import AdapterStore
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.models import Model
 from vlm_serve.models.files import weight_files
 from vlm_serve.models.gguf.folder import gguf_files
-from vlm_serve.models.identity import config_digest, digests_of
+from vlm_serve.models.identity import Digests, config_digest, digests_of
 from vlm_serve.models.registry import with_stored_head
 from vlm_serve.preprocess.identity.keys import Roots, WeightsIdentity
 from vlm_serve.preprocess.text.tokenizer import read_json
@@ -28,6 +30,20 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors by their names in a checkpoint's files."""
 Loaded = tuple[Model, Callable[[], None]]
 """A model that is bound to the pools of the one that is served, and what notes that it is."""
+
+
+class ServedWeights(NamedTuple):
+    """What a model's weights were read from.
+
+    Attributes:
+        path: folder of a checkpoint.
+        tensors: in the place of those in its files, by their names there.
+        digests: of all of them.
+    """
+
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+    digests: Digests
 
 
 class WeightReader:
@@ -39,6 +55,9 @@ class WeightReader:
         load: loads a model of the same spec and types from a folder, with tensors in the place of
             some in its files.
         check_room: raises ConfigError if this machine has no room for a second model.
+
+    Attributes:
+        served: what the weights of the model were read from.
     """
 
     def __init__(
@@ -51,10 +70,10 @@ class WeightReader:
         self.model = model
         self._load = load
         self._check_room = check_room
-        self._path, self._digests = path, model.file_digests
+        self.served = ServedWeights(path, {}, model.digests)
+        self._in_files = model.digests
         # The folder of an update may have no config, and may be deleted after it.
         self._config, self._config_digest = read_json(path / "config.json"), config_digest(path)
-        self._tensors: dict[str, torch.Tensor] = {}
 
     def from_folder(self, path: Path, below: Path | None = None) -> Loaded:
         """Load all weights of a folder.
@@ -85,11 +104,12 @@ class WeightReader:
         given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         if not given:
             raise InvalidRequestError("an update needs tensors")
-        if digests_of(self._path) != self._digests:
+        path = self.served.path
+        if digests_of(path) != self._in_files:
             raise CheckpointError(
-                f"the files of {self._path} have changed since they were read: update from a folder"
+                f"the files of {path} have changed since they were read: update from a folder"
             )
-        return self._loaded(self._path, self._tensors | given)
+        return self._loaded(path, {**self.served.tensors, **given})
 
     def _loaded(self, path: Path, tensors: dict[str, torch.Tensor]) -> Loaded:
         self._check_room()
@@ -100,7 +120,7 @@ class WeightReader:
         model.bind_like(self.model)
 
         def note() -> None:
-            self._path, self._tensors, self._digests = path, tensors, digests
+            self.served, self._in_files = ServedWeights(path, tensors, model.digests), digests
 
         return model, note
 
@@ -125,11 +145,13 @@ class WeightUpdates:
     Args:
         scheduler: of the engine.
         reader: reads the weights.
+        adapters: of the engine, which stay.
     """
 
-    def __init__(self, scheduler: Scheduler, reader: WeightReader) -> None:
+    def __init__(self, scheduler: Scheduler, reader: WeightReader, adapters: AdapterStore) -> None:
         self._scheduler = scheduler
         self._reader = reader
+        self._adapters = adapters
 
     def attach(self, loop: Loop) -> None:
         """Know the requests that have not ended."""
@@ -176,11 +198,15 @@ class WeightUpdates:
                 model, note = self._reader.from_folder(Path(source), below)
             else:
                 model, note = self._reader.from_tensors(source)
-            call(lambda: self._swap(model, abort=abort))
+            call(lambda: self._swap_beside_adapters(model, abort=abort))
             note()
             return self.identity
         except (CheckpointError, ConfigError) as error:
             raise InvalidRequestError(error.message, param="model_path") from error
+
+    def _swap_beside_adapters(self, model: Model, *, abort: bool) -> None:
+        with self._adapters.kept_by(model.digests):
+            self._swap(model, abort=abort)
 
     def _swap(self, model: Model, *, abort: bool) -> None:
         """Change the weights between two steps.

@@ -9,6 +9,7 @@ from functools import partial
 from vlm_serve.engine.features.adapters.options import LoRA, changed_experts, named_adapters
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
 from vlm_serve.engine.features.adapters.store import AdapterStore
+from vlm_serve.engine.features.weights import ServedWeights
 from vlm_serve.engine.numerics.arithmetic import factors_dtype
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.ranks.task import ModelSource
@@ -17,6 +18,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import AdapterFile, read_adapter
 from vlm_serve.models.adapters.compatibility import check_base, check_files
+from vlm_serve.models.identity import Digests
 from vlm_serve.options.config import EngineConfig
 
 
@@ -25,10 +27,15 @@ def make_adapters(
     model: Model,
     config: EngineConfig,
     executor: LocalExecutor,
+    base: Callable[[], ServedWeights],
     room: int | None = None,
 ) -> tuple[AdapterStore, AdapterSlots]:
-    """Return the adapters that the config names, and the slots for them and for later ones. `room`:
-    see `AdapterSlots`; of those that the config names, the largest may be in all slots.
+    """Return the adapters that the config names, and the slots for them and for later ones.
+
+    Args:
+        source, model, config, executor: of the engine.
+        base: returns the weights that the model has.
+        room: see `AdapterSlots`; of those that the config names, the largest may be in all slots.
 
     Raises:
         ConfigError, CheckpointError, ModelNotFoundError: see `named_adapters`, `AdapterStore.load`.
@@ -38,7 +45,8 @@ def make_adapters(
         max_rank=config.max_lora_rank,
         experts=changed_experts(config),
         dtype=factors_dtype(config),
-        checked=partial(_check, source, config.chat_template),
+        checked=partial(_check, source, config.chat_template, base),
+        digests=lambda: model.digests,
     )
     for lora in named_adapters(config):
         with _named(lora):
@@ -50,12 +58,19 @@ def make_adapters(
     return store, slots
 
 
-def _check(source: ModelSource, template: str | None, file: AdapterFile) -> None:
-    """Compare what an adapter's folder has of its model. Raises CheckpointError."""
-    if not source.keeps_files:
-        raise CheckpointError("adapters cannot be used with allow_weight_updates")
+def _check(
+    source: ModelSource,
+    template: str | None,
+    base: Callable[[], ServedWeights],
+    file: AdapterFile,
+) -> Digests:
+    """Compare what an adapter's folder has of its model, and return the digests of the tensors
+    among that. Raises CheckpointError."""
     check_files(source.path, file.path, template=template)
-    check_base(source.path, file, tied=source.spec.tied_embeddings)
+    weights, tied = base(), source.spec.tied_embeddings
+    copied = check_base(weights.path, file, tied=tied, tensors=weights.tensors)
+    # The digests of a GGUF file name no tensors; such weights do not change.
+    return {name: weights.digests[name] for name in copied & weights.digests.keys()}
 
 
 @contextmanager

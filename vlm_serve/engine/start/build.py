@@ -29,6 +29,7 @@ from vlm_serve.engine.features.endings.endings import EndingMode
 from vlm_serve.engine.features.table import Features, Options
 from vlm_serve.engine.features.tiers.loading import make_tiers
 from vlm_serve.engine.features.tiers.shared_store import SharedAddress, find_store
+from vlm_serve.engine.features.weights import ServedWeights
 from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide, with_plain_ops
 from vlm_serve.engine.numerics.dependence import parts_of
 from vlm_serve.engine.numerics.invariance import exact_only
@@ -199,8 +200,21 @@ def _assemble(
     make_preprocessor = _preprocessor(loaded, config, max_model_len)
     preprocessor = make_preprocessor()
     executor = _executor(loaded, caches, pools, graphs, config)
+    weights = weights_in_memory(
+        spec,
+        config,
+        source.arithmetic,
+        source.device,
+        compiled=source.compiled,
+        mtp=source.drafts,
+        quantised=model.quantised,
+    )
+    reader = make_reader(source, model, config, weights)
+    fixed = ServedWeights(source.path, {}, model.digests)
     room = steps.adapters if steps is not None and serves_adapters(config) else None
-    adapters, slots = make_adapters(source, model, config, executor, room)
+    adapters, slots = make_adapters(
+        source, model, config, executor, lambda: reader.served if reader else fixed, room
+    )
     on_gpu = source.device.type == "cuda"
     times = executor.measure_plain(most_sequences=config.max_num_seqs) if on_gpu else []
     config = with_step_target(config, times)
@@ -240,15 +254,6 @@ def _assemble(
     tokenizer = preprocessor.tokenizer
     limits = _scheduler_config(config, spec, source)
     scheduler = Scheduler(cache, media, limits)
-    weights = weights_in_memory(
-        spec,
-        config,
-        source.arithmetic,
-        source.device,
-        compiled=source.compiled,
-        mtp=source.drafts,
-        quantised=model.quantised,
-    )
     options = Options(
         limits,
         fetcher=fetcher,
@@ -257,7 +262,7 @@ def _assemble(
         pass_costs=pass_costs,
         never_drafted=preprocessor.media_token_ids,
         slots=slots,
-        weights=make_reader(source, model, config, weights),
+        weights=(reader, adapters) if reader is not None else None,
     )
     return EngineParts(
         config=_decided(config, source, graphs=bool(graphs.steps)),
