@@ -294,6 +294,7 @@ class Model:
         self._vision, self.tower_names = other._vision, other.tower_names
         self.fingerprint, self.tower_fingerprint = other.fingerprint, other.tower_fingerprint
         self.modules, self.digests = other.modules, other.digests
+        self.quantised = other.quantised
         self._caches, self._bound = other._caches, other._bound
         self._compiled_step = other._compiled_step
 

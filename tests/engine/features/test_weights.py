@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,13 +45,34 @@ KINDS = {
     "vl": SPECS["vl, tied, one feature, one kv head"],
     "no state": SPECS["attention alone, no state"],
     "mtp": replace(SPECS["text"], mtp=True),
+    "quantised at loading": SPECS["text"],
+    "codes of four bits at loading": SPECS["text, moe"],
+    "fp8": replace(SPECS["text, moe"], quantization="fp8"),
+    "gptq": replace(SPECS["text"], quantization="gptq"),
+    "awq": replace(SPECS["text"], quantization="awq"),
+    "nvfp4": replace(SPECS["text"], quantization="nvfp4-modelopt"),
 }
+EXTRA: dict[str, dict[str, Any]] = {
+    "mtp": {"speculative": "mtp"},
+    "quantised at loading": {"quantization": "int8"},
+    "codes of four bits at loading": {"quantization": "int4", "quantized_activations": "int8"},
+}
+"""Options of the engine, by kind."""
+
+
+class Pair(NamedTuple):
+    """Two checkpoints, and the options of the engine that serves them."""
+
+    old: Path
+    new: Path
+    options: dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=quick(KINDS, 2))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Two checkpoints that differ in all weights, and in nothing else."""
-    return both(KINDS[request.param], tmp_path_factory.mktemp("pair"))
+    old, new = both(KINDS[request.param], tmp_path_factory.mktemp("pair"))
+    return Pair(old, new, EXTRA.get(request.param, {}))
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +88,13 @@ def engine(text: list[Path]) -> Iterator[Engine]:
 
 
 @pytest.mark.always
-def test_hits_are_those_of_a_cold_engine_and_going_back_hits(pair: list[Path]) -> None:
-    extra = {"speculative": "mtp"} if "mtp" in str(tensors_of(pair[0], "weight").keys()) else {}
-    engine = changing(pair[0], **extra)
+def test_hits_are_those_of_a_cold_engine_and_going_back_hits(pair: Pair) -> None:
+    engine = changing(pair.old, **pair.options)
     first = ask(engine)
-    identity = engine.update_weights(pair[1], version="two")
+    identity = engine.update_weights(pair.new, version="two")
     assert engine.weight_version == "two" and engine.preprocessor.weights == identity
     miss, hit = ask(engine), ask(engine)
-    cold = started(pair[1], **extra)
+    cold = started(pair.new, **pair.options)
     expected = ask(cold)
     assert cold.preprocessor.weights == identity
     assert cold.preprocessor.root_key() == engine.preprocessor.root_key()
@@ -81,7 +102,7 @@ def test_hits_are_those_of_a_cold_engine_and_going_back_hits(pair: list[Path]) -
     assert miss.bits == hit.bits == expected.bits != first.bits
     assert miss.report.weights == hit.report.weights == identity.whole.hex()
     assert expected.report.weights == "" and not hit.report.weight_changes
-    engine.update_weights(str(pair[0]))
+    engine.update_weights(str(pair.old))
     back = ask(engine)
     assert back.report.boundary > 0 and back.bits == first.bits
     assert engine.check()
@@ -100,6 +121,23 @@ def test_single_tensors_change_what_is_made_of_them(text: list[Path], tmp_path: 
         cold = started(path)
         assert cold.preprocessor.weights == identity
         assert ask(engine).bits == ask(engine).bits == ask(cold).bits
+        cold.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "gptq"])
+def test_tensors_of_codes_change_one_by_one(tmp_path: Path, kind: str) -> None:
+    """Codes without their scales are what such a file would hold."""
+    path, new = both(replace(SPECS["text"], quantization=kind), tmp_path)
+    engine = changing(path)
+    first = ask(engine)
+    for number, ends in enumerate((("scale_inv", "scales"), ("v_proj.weight", "v_proj.qweight"))):
+        part = tensors_of(new, *ends)
+        path = with_tensors(path, tmp_path / str(number), part)
+        identity = engine.update_weights(part.items())
+        cold = started(path)
+        assert cold.preprocessor.weights == identity
+        assert ask(engine).bits == ask(cold).bits != first.bits
         cold.close()
     engine.close()
 
@@ -181,11 +219,6 @@ def test_a_folder_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
         engine.update_weights(paths[1])
     assert ask(engine).bits == first.bits
     engine.close()
-
-
-def test_quantised_weights_cannot_change(text: list[Path]) -> None:
-    with pytest.raises(ConfigError, match="quantised weights"):
-        changing(text[0], quantization="int8")
 
 
 def test_prompts_from_before_an_update_get_its_keys(engine: Engine, text: list[Path]) -> None:

@@ -94,7 +94,7 @@ class WeightReader:
         self._check_config(path)
         if with_stored_head(self.model.spec, path) != self.model.spec:
             raise CheckpointError(
-                "it has an output projection of its own, but the served weights use their embeddings"
+                "it has an output projection of its own, but the served weights use embeddings"
             )
         return self._loaded(path, {})
 

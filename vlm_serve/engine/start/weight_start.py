@@ -33,7 +33,6 @@ def make_reader(
         "a GPU": source.device.type != "cpu",
         "several ranks": config.tensor_parallel_size > 1,
         "GGUF files": gguf_files(source.path) is not None,
-        "quantised weights": bool(model.quantised) or source.arithmetic.bits is not None,
     }
     for what, found in unsupported.items():
         if found:
