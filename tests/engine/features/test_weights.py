@@ -14,6 +14,7 @@ import pytest
 import torch
 from conversation import picture, say
 from families import SPECS
+from gguf_writer import plain, write_model
 from make_checkpoint import make_checkpoint
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -367,6 +368,11 @@ def test_pins_end_with_the_weights(engine: Engine, text: list[Path]) -> None:
     assert not engine.pins.listed()
 
 
-def test_a_gguf_file_is_refused_at_start(text: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="several ranks"):
-        changing(text[0], tensor_parallel_size=2)
+def test_a_gguf_file_is_refused(engine: Engine, text: list[Path], tmp_path: Path) -> None:
+    """Its tensors have no digests of their own."""
+    (tmp_path / "model").mkdir()
+    file = write_model(text[0], tmp_path / "model" / "model.gguf", plain)
+    with pytest.raises(ConfigError, match="not possible with GGUF files"):
+        changing(file)
+    with pytest.raises(InvalidRequestError, match="no safetensors"):
+        engine.update_weights(file.parent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,8 +28,32 @@ from vlm_serve.preprocess.text.tokenizer import read_json
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors by their names in a checkpoint's files."""
+Call = Callable[[Callable[[], object]], object]
+"""Runs a function on the engine's thread, between two steps."""
 Loaded = tuple[Model, Callable[[], None]]
 """A model that is bound to the pools of the one that is served, and what notes that it is."""
+
+
+class NewWeights(Protocol):
+    """Weights beside those of the model that is served. Not thread-safe."""
+
+    def read(self, path: Path, tensors: Mapping[str, torch.Tensor], call: Call) -> Model:
+        """Return a model like the one that is served, bound to the same pools. Steps go on.
+
+        Args:
+            path: folder of its checkpoint.
+            tensors: in the place of some in its files, by their names there.
+            call: runs a function between two steps.
+
+        Raises:
+            CheckpointError: they cannot be used.
+        """
+
+    def take(self, model: Model) -> None:
+        """Compute with weights that were read from the next step on; between two steps."""
+
+    def drop(self, call: Call) -> None:
+        """Free what was read and not taken."""
 
 
 class ServedWeights(NamedTuple):
@@ -52,33 +76,34 @@ class WeightReader:
     Args:
         model: the one that is served.
         path: folder of its checkpoint.
-        load: loads a model of the same spec and types from a folder, with tensors in the place of
-            some in its files.
+        new: reads other weights for it.
         check_room: raises ConfigError if this machine has no room for a second model.
 
     Attributes:
         served: what the weights of the model were read from.
+        new: see above.
     """
 
     def __init__(
         self,
         model: Model,
         path: Path,
-        load: Callable[[Path, Mapping[str, torch.Tensor]], Model],
+        new: NewWeights,
         check_room: Callable[[], None],
     ) -> None:
         self.model = model
-        self._load = load
+        self.new = new
         self._check_room = check_room
         self.served = ServedWeights(path, {}, model.digests)
         self._in_files = model.digests
         # The folder of an update may have no config, and may be deleted after it.
         self._config, self._config_digest = read_json(path / "config.json"), config_digest(path)
 
-    def from_folder(self, path: Path, below: Path | None = None) -> Loaded:
+    def from_folder(self, path: Path, call: Call, below: Path | None = None) -> Loaded:
         """Load all weights of a folder.
 
         Args:
+            call: runs a function between two steps.
             path: has tensors of the same names and shapes; a config.json in it has to be equal.
             below: a folder out of which no link may lead; None: links are followed.
 
@@ -96,9 +121,9 @@ class WeightReader:
             raise CheckpointError(
                 "it has an output projection of its own, but the served weights use embeddings"
             )
-        return self._loaded(path, {})
+        return self._loaded(path, {}, call)
 
-    def from_tensors(self, tensors: Tensors) -> Loaded:
+    def from_tensors(self, tensors: Tensors, call: Call) -> Loaded:
         """Load the weights that are served with other tensors in the place of some, as
         `from_folder` does. They are copied: later updates of others need them."""
         given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
@@ -109,15 +134,14 @@ class WeightReader:
             raise CheckpointError(
                 f"the files of {path} have changed since they were read: update from a folder"
             )
-        return self._loaded(path, {**self.served.tensors, **given})
+        return self._loaded(path, {**self.served.tensors, **given}, call)
 
-    def _loaded(self, path: Path, tensors: dict[str, torch.Tensor]) -> Loaded:
+    def _loaded(self, path: Path, tensors: dict[str, torch.Tensor], call: Call) -> Loaded:
         self._check_room()
         digests = digests_of(path)
-        model = self._load(path, tensors)
+        model = self.new.read(path, tensors, call)
         if digests_of(path) != digests:
             raise CheckpointError(f"the files of {path} have changed while they were read")
-        model.bind_like(self.model)
 
         def note() -> None:
             self.served, self._in_files = ServedWeights(path, tensors, model.digests), digests
@@ -176,7 +200,7 @@ class WeightUpdates:
     def update(
         self,
         source: str | Path | Tensors,
-        call: Callable[[Callable[[], None]], None],
+        call: Call,
         *,
         abort: bool = False,
         below: Path | None = None,
@@ -195,14 +219,16 @@ class WeightUpdates:
         """
         try:
             if isinstance(source, str | Path):
-                model, note = self._reader.from_folder(Path(source), below)
+                model, note = self._reader.from_folder(Path(source), call, below)
             else:
-                model, note = self._reader.from_tensors(source)
+                model, note = self._reader.from_tensors(source, call)
             call(lambda: self._swap_beside_adapters(model, abort=abort))
             note()
             return self.identity
         except (CheckpointError, ConfigError) as error:
             raise InvalidRequestError(error.message, param="model_path") from error
+        finally:
+            self._reader.new.drop(call)
 
     def _swap_beside_adapters(self, model: Model, *, abort: bool) -> None:
         with self._adapters.kept_by(model.digests):
@@ -225,7 +251,7 @@ class WeightUpdates:
         for group in groups:
             for sequence in group.sequences if group.request.cold else ():
                 queues.media.discard(sequence)
-        self._reader.model.take_weights(model)
+        self._reader.new.take(model)
         for group in groups:
             group.rekey(self.identity)
             for tell in self._scheduler.hooks.on_rekeyed:

@@ -209,7 +209,7 @@ def _assemble(
         mtp=source.drafts,
         quantised=model.quantised,
     )
-    reader = make_reader(source, model, config, weights)
+    reader = make_reader(source, model, loaded.processes, config, weights)
     fixed = ServedWeights(source.path, {}, model.digests)
     room = steps.adapters if steps is not None and serves_adapters(config) else None
     adapters, slots = make_adapters(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from vlm_serve.engine.features.weights import WeightReader
 from vlm_serve.engine.steps.memory import free_host_memory
+from vlm_serve.engine.steps.ranks.new_weights import RankWeights
+from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import Model
@@ -21,7 +18,11 @@ from vlm_serve.options.declared import format_size
 
 
 def make_reader(
-    source: ModelSource, model: Model, config: EngineConfig, weights: WeightBytes
+    source: ModelSource,
+    model: Model,
+    processes: RankProcesses | None,
+    config: EngineConfig,
+    weights: WeightBytes,
 ) -> WeightReader | None:
     """Return what reads other weights; None: the options do not allow it.
 
@@ -31,7 +32,6 @@ def make_reader(
         return None
     unsupported = {
         "a GPU": source.device.type != "cpu",
-        "several ranks": config.tensor_parallel_size > 1,
         "GGUF files": gguf_files(source.path) is not None,
     }
     for what, found in unsupported.items():
@@ -40,11 +40,9 @@ def make_reader(
                 f"allow_weight_updates is not possible with {what}", param="allow_weight_updates"
             )
     needed = weights.projections + weights.table + weights.others
-    return WeightReader(model, source.path, partial(_load, source), partial(_check_room, needed))
-
-
-def _load(source: ModelSource, path: Path, tensors: Mapping[str, torch.Tensor]) -> Model:
-    return replace(source, path=path).load(spec=source.spec, tensors=tensors)
+    new = RankWeights(source, model, processes, config.stall_timeout)
+    check_room = partial(_check_room, needed * config.tensor_parallel_size)
+    return WeightReader(model, source.path, new, check_room)
 
 
 def _check_room(needed: int) -> None:

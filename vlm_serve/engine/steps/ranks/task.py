@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,17 @@ class ModelSource:
         # Weights that may leave share no memory with pools, which stay.
         with nullcontext() if self.keeps_files else own_arenas():
             return self._load(ranks, given)
+
+    def load_beside(self, model: Model, tensors: Mapping[str, torch.Tensor]) -> Model:
+        """Load the rank's part of other weights for the same spec, and bind it to the same pools.
+
+        Args:
+            model: the one that is served.
+            tensors: in the place of some of the files', by their names there.
+        """
+        loaded = self.load(model.ranks, spec=model.spec, tensors=tensors)
+        loaded.bind_like(model)
+        return loaded
 
     def _load(self, ranks: Ranks, given: dict[str, Any]) -> Model:
         return load_model(
