@@ -22,9 +22,10 @@ def make_reader(
     model: Model,
     processes: RankProcesses | None,
     config: EngineConfig,
-    weights: WeightBytes,
+    needed: int,
 ) -> WeightReader | None:
-    """Return what reads other weights; None: the options do not allow it.
+    """Return what reads other weights; None: the options do not allow it. `needed`: bytes of a
+    rank's other weights.
 
     Raises ConfigError if such weights, or such an engine, cannot be updated.
     """
@@ -39,10 +40,14 @@ def make_reader(
             raise ConfigError(
                 f"allow_weight_updates is not possible with {what}", param="allow_weight_updates"
             )
-    needed = weights.projections + weights.table + weights.others
     new = RankWeights(source, model, processes, config.stall_timeout)
     check_room = partial(_check_room, needed * config.tensor_parallel_size)
     return WeightReader(model, source.path, new, check_room)
+
+
+def update_bytes(config: EngineConfig, weights: WeightBytes) -> int:
+    """Return what each rank needs beside everything else while its weights change: a second set."""
+    return weights.in_memory if config.allow_weight_updates else 0
 
 
 def _check_room(needed: int) -> None:
