@@ -47,7 +47,8 @@ class Options:
         pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
         never_drafted: tokens that are never drafted.
         slots: slots of adapters; None: no request has one.
-        weights: reads other weights, and the adapters beside them; None: they do not change.
+        weights: reads other weights; None: they do not change.
+        adapters: of the engine, beside these.
     """
 
     config: SchedulerConfig
@@ -57,7 +58,8 @@ class Options:
     pass_costs: CostCurve | None = None
     never_drafted: frozenset[int] = frozenset()
     slots: AdapterSlots | None = None
-    weights: tuple[WeightReader, AdapterStore] | None = None
+    weights: WeightReader | None = None
+    adapters: AdapterStore | None = None
 
 
 class FeatureRow(NamedTuple):
@@ -143,7 +145,8 @@ def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
 
 
 def _weights(scheduler: Scheduler, options: Options) -> WeightUpdates | None:
-    return None if options.weights is None else WeightUpdates(scheduler, *options.weights)
+    reader, adapters = options.weights, options.adapters
+    return None if reader is None else WeightUpdates(scheduler, reader, adapters)
 
 
 TABLE = (

@@ -7,99 +7,50 @@ begun starts again under keys that name the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 
 from vlm_serve.engine.core.hooks import Admission, Loop
 from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.features.adapters.store import AdapterStore
+from vlm_serve.engine.features.new_weights import Call, NewWeights
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.models import Model
 from vlm_serve.models.files import weight_files
 from vlm_serve.models.gguf.folder import gguf_files
-from vlm_serve.models.identity import Digests, config_digest, digests_of
+from vlm_serve.models.identity import config_digest, digests_of
 from vlm_serve.models.registry import with_stored_head
 from vlm_serve.preprocess.identity.keys import Roots, WeightsIdentity
 from vlm_serve.preprocess.text.tokenizer import read_json
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors by their names in a checkpoint's files."""
-Call = Callable[[Callable[[], object]], object]
-"""Runs a function on the engine's thread, between two steps."""
-Loaded = tuple[Model, Callable[[], None]]
-"""A model that is bound to the pools of the one that is served, and what notes that it is."""
-
-
-class NewWeights(Protocol):
-    """Weights beside those of the model that is served. Not thread-safe."""
-
-    def read(self, path: Path, tensors: Mapping[str, torch.Tensor], call: Call) -> Model:
-        """Return a model like the one that is served, bound to the same pools. Steps go on.
-
-        Args:
-            path: folder of its checkpoint.
-            tensors: in the place of some in its files, by their names there.
-            call: runs a function between two steps.
-
-        Raises:
-            CheckpointError: they cannot be used.
-        """
-
-    def take(self, model: Model) -> None:
-        """Compute with weights that were read from the next step on; between two steps."""
-
-    def drop(self, call: Call) -> None:
-        """Free what was read and not taken."""
-
-
-class ServedWeights(NamedTuple):
-    """What a model's weights were read from.
-
-    Attributes:
-        path: folder of a checkpoint.
-        tensors: in the place of those in its files, by their names there.
-        digests: of all of them.
-    """
-
-    path: Path
-    tensors: Mapping[str, torch.Tensor]
-    digests: Digests
 
 
 class WeightReader:
     """Reads a model like the one that is served. Not thread-safe.
 
     Args:
-        model: the one that is served.
-        path: folder of its checkpoint.
-        new: reads other weights for it.
+        new: reads the weights.
         check_room: raises ConfigError if this machine has no room for a second model.
 
     Attributes:
-        served: what the weights of the model were read from.
         new: see above.
+        model: the one that is served.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        path: Path,
-        new: NewWeights,
-        check_room: Callable[[], None],
-    ) -> None:
-        self.model = model
-        self.new = new
+    def __init__(self, new: NewWeights, check_room: Callable[[], None]) -> None:
+        self.new, self.model = new, new.model
         self._check_room = check_room
-        self.served = ServedWeights(path, {}, model.digests)
-        self._in_files = model.digests
+        path = self.model.origin.path
         # The folder of an update may have no config, and may be deleted after it.
         self._config, self._config_digest = read_json(path / "config.json"), config_digest(path)
 
-    def from_folder(self, path: Path, call: Call, below: Path | None = None) -> Loaded:
+    def from_folder(self, path: Path, call: Call, below: Path | None = None) -> Model:
         """Load all weights of a folder.
 
         Args:
@@ -123,30 +74,26 @@ class WeightReader:
             )
         return self._loaded(path, {}, call)
 
-    def from_tensors(self, tensors: Tensors, call: Call) -> Loaded:
+    def from_tensors(self, tensors: Tensors, call: Call) -> Model:
         """Load the weights that are served with other tensors in the place of some, as
         `from_folder` does. They are copied: later updates of others need them."""
         given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         if not given:
             raise InvalidRequestError("an update needs tensors")
-        path = self.served.path
-        if digests_of(path) != self._in_files:
+        path, kept, digests = self.model.origin
+        if digests_of(path) | {name: digests[name] for name in kept} != digests:
             raise CheckpointError(
                 f"the files of {path} have changed since they were read: update from a folder"
             )
-        return self._loaded(path, {**self.served.tensors, **given}, call)
+        return self._loaded(path, {**kept, **given}, call)
 
-    def _loaded(self, path: Path, tensors: dict[str, torch.Tensor], call: Call) -> Loaded:
+    def _loaded(self, path: Path, tensors: dict[str, torch.Tensor], call: Call) -> Model:
         self._check_room()
         digests = digests_of(path)
         model = self.new.read(path, tensors, call)
         if digests_of(path) != digests:
             raise CheckpointError(f"the files of {path} have changed while they were read")
-
-        def note() -> None:
-            self.served, self._in_files = ServedWeights(path, tensors, model.digests), digests
-
-        return model, note
+        return model
 
     def _check_config(self, path: Path) -> None:
         """Compare a folder's config.json, if there is one, with the config that is served."""
@@ -169,10 +116,12 @@ class WeightUpdates:
     Args:
         scheduler: of the engine.
         reader: reads the weights.
-        adapters: of the engine, which stay.
+        adapters: of the engine, which stay; None: it has none.
     """
 
-    def __init__(self, scheduler: Scheduler, reader: WeightReader, adapters: AdapterStore) -> None:
+    def __init__(
+        self, scheduler: Scheduler, reader: WeightReader, adapters: AdapterStore | None
+    ) -> None:
         self._scheduler = scheduler
         self._reader = reader
         self._adapters = adapters
@@ -219,11 +168,10 @@ class WeightUpdates:
         """
         try:
             if isinstance(source, str | Path):
-                model, note = self._reader.from_folder(Path(source), call, below)
+                model = self._reader.from_folder(Path(source), call, below)
             else:
-                model, note = self._reader.from_tensors(source, call)
+                model = self._reader.from_tensors(source, call)
             call(lambda: self._swap_beside_adapters(model, abort=abort))
-            note()
             return self.identity
         except (CheckpointError, ConfigError) as error:
             raise InvalidRequestError(error.message, param="model_path") from error
@@ -231,7 +179,7 @@ class WeightUpdates:
             self._reader.new.drop(call)
 
     def _swap_beside_adapters(self, model: Model, *, abort: bool) -> None:
-        with self._adapters.kept_by(model.digests):
+        with self._adapters.kept_by(model.origin.digests) if self._adapters else nullcontext():
             self._swap(model, abort=abort)
 
     def _swap(self, model: Model, *, abort: bool) -> None:

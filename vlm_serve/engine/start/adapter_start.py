@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from vlm_serve.engine.features.adapters.options import LoRA, changed_experts, named_adapters
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
 from vlm_serve.engine.features.adapters.store import AdapterStore
-from vlm_serve.engine.features.weights import ServedWeights
 from vlm_serve.engine.numerics.arithmetic import factors_dtype
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.ranks.task import ModelSource
@@ -27,15 +27,10 @@ def make_adapters(
     model: Model,
     config: EngineConfig,
     executor: LocalExecutor,
-    base: Callable[[], ServedWeights],
     room: int | None = None,
 ) -> tuple[AdapterStore, AdapterSlots]:
-    """Return the adapters that the config names, and the slots for them and for later ones.
-
-    Args:
-        source, model, config, executor: of the engine.
-        base: returns the weights that the model has.
-        room: see `AdapterSlots`; of those that the config names, the largest may be in all slots.
+    """Return the adapters that the config names, and the slots for them and for later ones. `room`:
+    see `AdapterSlots`; of those that the config names, the largest may be in all slots.
 
     Raises:
         ConfigError, CheckpointError, ModelNotFoundError: see `named_adapters`, `AdapterStore.load`.
@@ -45,8 +40,8 @@ def make_adapters(
         max_rank=config.max_lora_rank,
         experts=changed_experts(config),
         dtype=factors_dtype(config),
-        checked=partial(_check, source, config.chat_template, base),
-        digests=lambda: model.digests,
+        checked=partial(_check, model, source.path, config.chat_template),
+        digests=lambda: model.origin.digests,
     )
     for lora in named_adapters(config):
         with _named(lora):
@@ -58,19 +53,14 @@ def make_adapters(
     return store, slots
 
 
-def _check(
-    source: ModelSource,
-    template: str | None,
-    base: Callable[[], ServedWeights],
-    file: AdapterFile,
-) -> Digests:
+def _check(model: Model, path: Path, template: str | None, file: AdapterFile) -> Digests:
     """Compare what an adapter's folder has of its model, and return the digests of the tensors
     among that. Raises CheckpointError."""
-    check_files(source.path, file.path, template=template)
-    weights, tied = base(), source.spec.tied_embeddings
-    copied = check_base(weights.path, file, tied=tied, tensors=weights.tensors)
+    check_files(path, file.path, template=template)
+    origin, tied = model.origin, model.spec.tied_embeddings
+    copied = check_base(origin.path, file, tied=tied, tensors=origin.tensors)
     # The digests of a GGUF file name no tensors; such weights do not change.
-    return {name: weights.digests[name] for name in copied & weights.digests.keys()}
+    return {name: origin.digests[name] for name in copied & origin.digests.keys()}
 
 
 @contextmanager

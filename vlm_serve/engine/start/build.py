@@ -29,7 +29,6 @@ from vlm_serve.engine.features.endings.endings import EndingMode
 from vlm_serve.engine.features.table import Features, Options
 from vlm_serve.engine.features.tiers.loading import make_tiers
 from vlm_serve.engine.features.tiers.shared_store import SharedAddress, find_store
-from vlm_serve.engine.features.weights import ServedWeights
 from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide, with_plain_ops
 from vlm_serve.engine.numerics.dependence import parts_of
 from vlm_serve.engine.numerics.invariance import exact_only
@@ -210,12 +209,8 @@ def _assemble(
     make_preprocessor = _preprocessor(loaded, config, max_model_len)
     preprocessor = make_preprocessor()
     executor = _executor(loaded, caches, pools, graphs, config)
-    reader = make_reader(source, model, loaded.processes, config, updates)
-    fixed = ServedWeights(source.path, {}, model.digests)
     room = steps.adapters if steps is not None and serves_adapters(config) else None
-    adapters, slots = make_adapters(
-        source, model, config, executor, lambda: reader.served if reader else fixed, room
-    )
+    adapters, slots = make_adapters(source, model, config, executor, room)
     on_gpu = source.device.type == "cuda"
     times = executor.measure_plain(most_sequences=config.max_num_seqs) if on_gpu else []
     config = with_step_target(config, times)
@@ -263,7 +258,8 @@ def _assemble(
         pass_costs=pass_costs,
         never_drafted=preprocessor.media_token_ids,
         slots=slots,
-        weights=(reader, adapters) if reader is not None else None,
+        weights=make_reader(source, model, loaded.processes, config, updates),
+        adapters=adapters,
     )
     return EngineParts(
         config=_decided(config, source, graphs=bool(graphs.steps)),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from vlm_serve.engine.features.new_weights import NewWeights
 from vlm_serve.engine.features.weights import WeightReader
 from vlm_serve.engine.steps.memory import free_host_memory
-from vlm_serve.engine.steps.ranks.new_weights import RankWeights
 from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.errors import ConfigError
@@ -40,9 +40,9 @@ def make_reader(
             raise ConfigError(
                 f"allow_weight_updates is not possible with {what}", param="allow_weight_updates"
             )
-    new = RankWeights(source, model, processes, config.stall_timeout)
-    check_room = partial(_check_room, needed * config.tensor_parallel_size)
-    return WeightReader(model, source.path, new, check_room)
+    ask = partial(processes.ask, seconds=config.stall_timeout) if processes else None
+    new = NewWeights(model, partial(source.load_beside, model), ask)
+    return WeightReader(new, partial(_check_room, needed * config.tensor_parallel_size))
 
 
 def update_bytes(config: EngineConfig, weights: WeightBytes) -> int:

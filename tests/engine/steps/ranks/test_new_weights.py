@@ -16,7 +16,7 @@ from waiting import wait_for
 from weight_updates import LONG, OPTIONS, TEXT, ask, begin, both, tensors_of, with_tensors
 
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.steps.ranks.new_weights import RankWeights
+from vlm_serve.engine.features.new_weights import NewWeights
 from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
@@ -101,7 +101,7 @@ def test_a_rank_that_refuses_keeps_all_from_changing(
     broken = with_tensors(
         text[1], tmp_path / "broken", {name: each[:-1].clone() for name, each in part.items()}
     )
-    tell = RankWeights._ask
+    tell = NewWeights._ask
 
     with on_ranks_of(processes, text[0], CHANGING) as pipe:
         engine = pipe.engine
@@ -111,11 +111,11 @@ def test_a_rank_that_refuses_keeps_all_from_changing(
             (elsewhere, "have changed while they were read"),
         ):
 
-            def sent(own: RankWeights, call: Any, name: str, *given: Any, to: Path = folder) -> Any:
+            def sent(own: NewWeights, call: Any, name: str, *given: Any, to: Path = folder) -> Any:
                 return tell(own, call, name, *((to, *given[1:]) if given else ()))
 
             with monkeypatch.context() as patch:
-                patch.setattr(RankWeights, "_ask", sent)
+                patch.setattr(NewWeights, "_ask", sent)
                 with pytest.raises(InvalidRequestError, match=problem):
                     engine.update_weights(text[1])
             again = ask(engine)

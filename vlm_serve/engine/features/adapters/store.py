@@ -263,7 +263,7 @@ def _check_copies(served: ServedAdapter, digests: Digests) -> None:
     """Raise CheckpointError if an adapter has a copy of a tensor that a model with these does not
     have."""
     for name, digest in served.copied.items():
-        if digests[name] != digest:
+        if digests.get(name) != digest:
             raise CheckpointError(
                 f"the folder of the adapter {served.name!r} has a copy of {name}, from which the "
                 "model's differs: save the adapter without it, or unload it first"

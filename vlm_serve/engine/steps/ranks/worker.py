@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,9 @@ class Worker:
             tensors: file of those in the place of some of the folder's.
         """
         assert self._model is not None and self._source is not None
-        model, source = self._model, replace(self._source, path=path)
+        model, source = self._model, self._source
         self._reading = self._reader.submit(
-            lambda: source.load_beside(model, load_file(tensors) if tensors else {})
+            lambda: source.load_beside(model, path, load_file(tensors) if tensors else {})
         )
 
     def weights_read(self) -> bytes | None:
