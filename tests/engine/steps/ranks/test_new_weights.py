@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from families import SPECS
@@ -17,8 +19,9 @@ from weight_updates import LONG, OPTIONS, TEXT, ask, begin, both, tensors_of, wi
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.new_weights import NewWeights
+from vlm_serve.engine.steps.ranks.executor import ShardedExecutor
 from vlm_serve.engine.steps.ranks.process import RankProcesses
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import EngineClosedError, EngineError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 
 CONFIG = EngineConfig(**OPTIONS, tensor_parallel_size=2, threads=1)
@@ -160,3 +163,24 @@ def test_answers_that_span_an_update_say_where(processes: RankProcesses, text: l
     with on_ranks_of(processes, text[1], CONFIG) as pipe:
         onward = ask(pipe.engine, tokens=LONG, forced=forced)
         assert onward.bits[change.token :] == before.bits[change.token :]
+
+
+def test_a_rank_that_ends_while_it_reads_ends_the_engine(
+    text: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.from_checkpoint(str(text[0]), CHANGING)
+    tell, ranks = NewWeights._ask, cast(ShardedExecutor, engine.parts.executor)._processes
+
+    def killing(weights: NewWeights, call: Any, name: str, *given: Any) -> Any:
+        if name == "weights_read":
+            for process in ranks:
+                os.kill(process.pid, signal.SIGKILL)
+        return tell(weights, call, name, *given)
+
+    monkeypatch.setattr(NewWeights, "_ask", killing)
+    with pytest.raises((EngineClosedError, EngineError)):
+        engine.update_weights(text[1])
+    wait_for(lambda: not engine.alive)
+    with pytest.raises(EngineClosedError):
+        begin(engine)
+    engine.close()
