@@ -174,6 +174,18 @@ def test_bounds_of_pictures(bounds: bool, tmp_path: Path) -> None:
     assert own != published and found == (own if bounds else published)
 
 
+def test_means_of_pictures(tmp_path: Path) -> None:
+    """They are the checkpoint's in float32, in which pixels are computed."""
+    checkpoint = make_checkpoint(tmp_path / "model")
+    file = checkpoint / "preprocessor_config.json"
+    mean = [0.48145466, 0.4578275, 0.40821073]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": mean}))
+    model = write_model(checkpoint, tmp_path / "model.gguf")
+    write_tower(checkpoint, tmp_path / "mmproj.gguf")
+    found = json.loads((resolve_checkpoint(model) / file.name).read_text())
+    assert np.array_equal(np.array(found["image_mean"], np.float32), np.array(mean, np.float32))
+
+
 def test_sampling_defaults(tmp_path: Path) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
         writer.add_float32("general.sampling.temp", 0.7)

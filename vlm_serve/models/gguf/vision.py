@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.reader import Metadata, Value
+from vlm_serve.models.gguf.reader import Metadata, Value, shortest
 from vlm_serve.models.gguf.tensors import TOWER, TensorRecipe
 from vlm_serve.models.gguf.text_config import Tensors, check_layers, check_sizes
 
@@ -175,7 +175,7 @@ def _channels(section: Metadata, key: str, default: list[float]) -> list[float]:
     values = section.numbers(key)
     if values is None:
         return default
-    numbers = [float(f"{value:.7g}") for value in values if isinstance(value, float)]
+    numbers = [shortest(value) for value in values if isinstance(value, float)]
     if len(numbers) != len(default) or not all(0 <= number < 1e6 for number in numbers):
         raise CheckpointError(f"clip.vision.{key} in {section.name} must be three numbers")
     return numbers
