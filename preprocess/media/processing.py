@@ -8,8 +8,8 @@ A hash names the pixels that the model sees (docs/architecture.md#identity).
 
 Sizes of resized pictures follow transformers' `Qwen2VLImageProcessor.resize` / `smart_resize` and
 `Qwen3VLVideoProcessor.resize`, number for number, or `Qwen2VLVideoProcessor`; with slices,
-`MiniCPMV4_6ImageProcessor` and `MiniCPMV4_6VideoProcessor`, or `Lfm2VlImageProcessor` and
-`GotOcr2ImageProcessor`, whose slices are called tiles.
+`MiniCPMV4_6ImageProcessor` and `MiniCPMV4_6VideoProcessor`, or `Lfm2VlImageProcessor`,
+`GotOcr2ImageProcessor` and `InternVLVideoProcessor`, whose slices are called tiles.
 """
 
 from __future__ import annotations

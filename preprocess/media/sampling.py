@@ -1,8 +1,8 @@
 """Which frames of a video are taken.
 
 They are those of transformers' `Qwen3VLVideoProcessor.sample_frames`, number for number, of
-`Qwen2VLVideoProcessor` or `MiniCPMV4_6VideoProcessor`; or, on the grid, frames that do not depend
-on later ones.
+`Qwen2VLVideoProcessor`, `MiniCPMV4_6VideoProcessor` or `InternVLVideoProcessor`; or, on the grid,
+frames that do not depend on later ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vlm_serve.preprocess.media.part_options import SliceVideoOptions, VideoOpti
 from vlm_serve.preprocess.media.processors import (
     FrameVideoConfig,
     PictureConfig,
+    SquareVideoConfig,
     VideoConfig,
 )
 
@@ -60,6 +61,9 @@ def _uniform(
     total: int, fps: float, options: VideoOptions | SliceVideoOptions, config: PictureConfig
 ) -> Sequence[int]:
     sample_fps, most = options.sample_fps, options.max_frames
+    if isinstance(config, SquareVideoConfig):
+        wanted = -1 if options.num_frames is None else options.num_frames
+        return middle_indices(total, _counted(total, fps, wanted, sample_fps, most))
     if options.num_frames is not None:
         return counted_indices(total, fps, options.num_frames, sample_fps, most)
     if isinstance(options, SliceVideoOptions):
@@ -97,6 +101,10 @@ def counted_indices(
 
     Raises MediaError for more frames than are allowed.
     """
+    return spread_indices(total, _counted(total, fps, wanted, sample_fps, max_frames))
+
+
+def _counted(total: int, fps: float, wanted: int, sample_fps: float | None, max_frames: int) -> int:
     count = total if wanted < 0 else min(wanted, total)
     if sample_fps is not None:
         count = min(count, max(1, int(total / fps * sample_fps)))
@@ -105,7 +113,7 @@ def counted_indices(
             f"{count} frames of the video are over the limit of {max_frames}; set num_frames or a "
             "lower fps"
         )
-    return spread_indices(total, count)
+    return count
 
 
 def uniform_indices(
@@ -120,6 +128,14 @@ def spread_indices(total: int, num_frames: int) -> list[int]:
     """Return `num_frames` frame numbers from the first to the last, evenly spaced."""
     indices: list[int] = np.linspace(0, total - 1, num_frames).round().astype(int).tolist()
     return indices
+
+
+def middle_indices(total: int, num_frames: int) -> list[int]:
+    """Return the frames in the middle of equal parts of a video of `total` frames."""
+    part = total / num_frames
+    # As the reference rounds; its last one may be none of the video.
+    found: list[int] = torch.arange(part / 2, total, part).int().clamp(max=total - 1).tolist()
+    return found[:num_frames]
 
 
 def patch_indices(total: int, wanted: float, max_frames: int, together: int) -> list[int]:
