@@ -17,7 +17,7 @@ from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.models import Model
-from vlm_serve.models.files import weight_files
+from vlm_serve.models.files import copied_tensors, weight_files
 from vlm_serve.models.gguf.folder import gguf_files
 from vlm_serve.models.identity import config_digest, digests_of
 from vlm_serve.preprocess.identity.keys import Roots, WeightsIdentity
@@ -37,7 +37,8 @@ class WeightReader:
         path: folder of its checkpoint.
         load: loads a model of the same spec and types from a folder, with tensors in the place of
             some in its files.
-        check_room: raises ConfigError if this machine has no room for a second model.
+        check_room: raises ConfigError if this machine has no room for a second model and so many
+            bytes.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class WeightReader:
         model: Model,
         path: Path,
         load: Callable[[Path, Mapping[str, torch.Tensor]], Model],
-        check_room: Callable[[], None],
+        check_room: Callable[[int], None],
     ) -> None:
         self.model = model
         self._load = load
@@ -77,7 +78,14 @@ class WeightReader:
     def from_tensors(self, tensors: Tensors) -> Loaded:
         """Load the weights that are served with other tensors in the place of some, as
         `from_folder` does. They are copied: later updates of others need them."""
-        given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        return self._replaced({name: each.detach().to("cpu", copy=True) for name, each in tensors})
+
+    def from_file(self, path: Path) -> Loaded:
+        """Load the weights that are served with the tensors of one safetensors file in the place of
+        some, as `from_tensors` does. The file is not needed afterwards."""
+        return self._replaced(copied_tensors(path, self._check_room))
+
+    def _replaced(self, given: dict[str, torch.Tensor]) -> Loaded:
         if not given:
             raise InvalidRequestError("an update needs tensors")
         if digests_of(self._path) != self._digests:
@@ -87,7 +95,7 @@ class WeightReader:
         return self._loaded(self._path, self._tensors | given)
 
     def _loaded(self, path: Path, tensors: dict[str, torch.Tensor]) -> Loaded:
-        self._check_room()
+        self._check_room(0)
         digests = digests_of(path)
         model = self._load(path, tensors)
         if digests_of(path) != digests:
@@ -158,7 +166,7 @@ class WeightUpdates:
         names them. Not thread-safe.
 
         Args:
-            source: folder, or tensors; see `WeightReader`.
+            source: folder, file or tensors; see `WeightReader`.
             call: runs a function between two steps.
             abort: requests in flight end, instead of starting again under the new weights.
             below: see `WeightReader.from_folder`.
@@ -167,10 +175,12 @@ class WeightUpdates:
             InvalidRequestError: the weights cannot be used. Nothing has changed then.
         """
         try:
-            if isinstance(source, str | Path):
-                model, note = self._reader.from_folder(Path(source), below)
-            else:
+            if not isinstance(source, str | Path):
                 model, note = self._reader.from_tensors(source)
+            elif Path(source).is_file():
+                model, note = self._reader.from_file(Path(source))
+            else:
+                model, note = self._reader.from_folder(Path(source), below)
             call(lambda: self._swap(model, abort=abort))
             note()
             return self.identity

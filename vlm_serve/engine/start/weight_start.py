@@ -48,8 +48,8 @@ def _load(source: ModelSource, path: Path, tensors: Mapping[str, torch.Tensor]) 
     return replace(source, path=path).load(spec=source.spec, tensors=tensors)
 
 
-def _check_room(needed: int) -> None:
-    free = free_host_memory()
+def _check_room(model: int, extra: int) -> None:
+    needed, free = model + extra, free_host_memory()
     if needed > free:
         raise ConfigError(
             f"new weights take {format_size(needed)} beside the old ones, but {format_size(free)} "
