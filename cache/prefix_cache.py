@@ -571,6 +571,14 @@ class PrefixCache:
         if suspended.valid:
             self._suspensions.drop(suspended, left)
 
+    def seclude(self, lease: Lease) -> None:
+        """Publish nothing more of a running or suspended request: other weights compute on."""
+        assert lease.state is not LeaseState.CLOSED
+        if lease.state is LeaseState.OPEN:
+            self.abandon(lease)
+            self._expect(lease, None)
+        lease.private = True
+
     def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
         """Return the expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are
         gaps."""

@@ -22,6 +22,7 @@ from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.inspection import Inspector, PinInfo
 from vlm_serve.engine.features.joins import Joining
 from vlm_serve.engine.features.mirror import TreeMirror
+from vlm_serve.engine.features.pause import Pause, Rest, check_mode
 from vlm_serve.engine.features.replays import ReplayCounts, Replays
 from vlm_serve.engine.features.shares import Shares
 from vlm_serve.engine.features.tiers.loading import TierLoading
@@ -249,6 +250,40 @@ class Engine(RequestMaker):
         if flush:
             self.flush()
         return identity
+
+    @property
+    def rests(self) -> frozenset[Rest]:
+        """See `RequestMaker.rests`."""
+        pause = self._features.get(Pause)
+        return frozenset() if pause is None else pause.reasons
+
+    def pause(self, mode: str = "abort") -> None:
+        """Let no step run until `resume`; needs the option `allow_weight_updates`. New requests
+        wait.
+
+        Args:
+            mode: requests in flight end ("abort"), give up their KV and wait ("retract"), keep it
+                and wait ("in_place"), or are answered first, which this call waits for ("wait").
+                Who keeps its KV keeps it across an update of the weights too, for itself alone.
+
+        Raises:
+            InvalidRequestError: the option is off, there is no such mode, or generation was
+                continued before all answers that this call waits for.
+        """
+        checked, pause = check_mode(mode), self._pause
+        self.call(lambda: pause.begin(checked, "paused")).result()
+
+    def resume(self) -> None:
+        """Let steps run again. Do nothing if generation is not paused. Raise as `pause` does."""
+        pause = self._pause
+        self.call(lambda: pause.end("paused"))
+
+    @property
+    def _pause(self) -> Pause:
+        pause = self._features.get(Pause)
+        if pause is None:
+            raise InvalidRequestError("start with allow_weight_updates to pause an engine")
+        return pause
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the scheduler and the cache."""

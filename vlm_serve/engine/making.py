@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.features.endings.next_turns import PlainTurn
+from vlm_serve.engine.features.pause import Rest
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.pooling import check_task
 from vlm_serve.engine.requests.request import NextTurn, Request, find_bad_words
@@ -54,6 +55,11 @@ class RequestMaker:
 
     pid: int | None = None
     weight_version: str = "default"
+
+    @property
+    def rests(self) -> frozenset[Rest]:
+        """Return why no step runs."""
+        raise NotImplementedError
 
     config: EngineConfig
     spec: ModelSpec

@@ -185,24 +185,27 @@ class WeightUpdates:
     def _swap(self, model: Model, *, abort: bool) -> None:
         """Change the weights between two steps.
 
-        Ends of answers are dropped first and running sequences give up their state, so that nothing
-        is published that the old weights computed.
+        Ends of answers are dropped first and running sequences give up their state, or go on with
+        it for themselves, so that nothing is published that the old weights computed.
         """
-        queues = self._scheduler.queues
+        queues, hooks = self._scheduler.queues, self._scheduler.hooks
         for group in self._loop.groups if abort else ():
             self._loop.abort(group.request.request_id)
         queues.reclaim()
         groups = self._loop.groups
         for sequence in (*queues.running, *queues.waiting):
-            queues.retract(sequence)
-        assert not queues.holders
+            if all(may(sequence) for may in hooks.may_restart):
+                queues.retract(sequence)
+            else:
+                queues.seclude(sequence)
+        assert not queues.kept
         for group in groups:
             for sequence in group.sequences if group.request.cold else ():
                 queues.media.discard(sequence)
         self._reader.model.take_weights(model)
         for group in groups:
             group.rekey(self.identity)
-            for tell in self._scheduler.hooks.on_rekeyed:
+            for tell in hooks.on_rekeyed:
                 tell(group)
-        for renewed in self._scheduler.hooks.on_renewed[:]:
+        for renewed in hooks.on_renewed[:]:
             renewed()

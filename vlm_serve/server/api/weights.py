@@ -76,19 +76,26 @@ async def update_weights_from_disk(service: Service, request: Request) -> Respon
 
 def _allowed(service: Service, request: Request) -> Path:
     """Return the folder below which weights may lie."""
+    check_operator(service, request)
+    if (folder := service.config.allowed_weights_path) is None:
+        raise InvalidRequestError(
+            "this server takes no weights from folders: start it with --allowed-weights-path"
+        )
+    return Path(folder)
+
+
+def check_operator(service: Service, request: Request) -> None:
+    """Refuse whoever may not change the weights of this server, pause it or send it to sleep."""
     refuse_tenants(request.scope)
     refuse_foreign_scripts(request.scope, service.config)
-    folder = service.config.allowed_weights_path
-    if not service.engine.config.allow_weight_updates or folder is None:
+    if not service.engine.config.allow_weight_updates:
         raise InvalidRequestError(
-            "this server's weights cannot be changed: start it with --allow-weight-updates and "
-            "--allowed-weights-path"
+            "this server's weights cannot be changed: start it with --allow-weight-updates"
         )
     if not (service.config.api_key or _is_local(request.scope.get("client"))):
         raise PermissionDeniedError(
-            "without an API key, weights are changed from this machine only", code="not_local"
+            "without an API key, that is for clients on this machine only", code="not_local"
         )
-    return Path(folder)
 
 
 def _is_local(client: Any) -> bool:
