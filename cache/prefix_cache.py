@@ -678,6 +678,15 @@ class PrefixCache:
             nodes.append(bounds.tail)
         return bounds.usable if self.timed_pins.add(nodes, bounds.snapshot, until, owner) else 0
 
+    def empty(self) -> None:
+        """Evict everything while no request holds anything, timed pins included. What it was is
+        remembered, and the pools' memory may be given back."""
+        assert not self.leases
+        self.timed_pins.clear()
+        self._evictor.evict_everything()
+        for pool in (self.ledger.blocks, self.ledger.rows):
+            pool.untouch()
+
     def flush(self) -> None:
         """Evict everything that no running request holds, timed pins included, and forget it."""
         self.timed_pins.clear()

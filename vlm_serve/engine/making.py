@@ -23,7 +23,7 @@ from vlm_serve.engine.requests.validation import (
     check_request,
     with_token_limit,
 )
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import InvalidRequestError, OverloadedError
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.affinity import AffinityKey
@@ -58,7 +58,7 @@ class RequestMaker:
 
     @property
     def rests(self) -> frozenset[Rest]:
-        """Return why no step runs."""
+        """Return why the engine rests; "idle" ends with the next request."""
         raise NotImplementedError
 
     config: EngineConfig
@@ -131,7 +131,10 @@ class RequestMaker:
             InvalidRequestError: an empty prompt or a parameter outside the vocabulary.
             ModelNotFoundError: the prompt's adapter has been unloaded.
             EngineClosedError: the engine no longer runs.
+            OverloadedError: it is asleep.
         """
+        if "asleep" in self.rests:
+            raise OverloadedError("the engine is asleep: wake it up first", code="asleep")
         check_task(self.config, pooled=pooled)
         params = params.with_defaults(self.spec.generation)
         prompt = prompt.last_tokens(params.kept_prompt_tokens(self.max_model_len))

@@ -87,6 +87,13 @@ from vlm_serve.server.api.shared.fields import (
     errors_of,
 )
 from vlm_serve.server.api.shared.listing import Page
+from vlm_serve.server.api.sleep import (
+    is_sleeping,
+    release_memory_occupation,
+    resume_memory_occupation,
+    sleep,
+    wake_up,
+)
 from vlm_serve.server.api.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -278,6 +285,11 @@ def _for_operators() -> Iterator[Row]:
         ("POST", "/pause", pause),
         ("POST", "/resume", resume),
         ("GET", "/is_paused", is_paused),
+        ("POST", "/sleep", sleep),
+        ("POST", "/wake_up", wake_up),
+        ("GET", "/is_sleeping", is_sleeping),
+        ("POST", "/release_memory_occupation", release_memory_occupation),
+        ("POST", "/resume_memory_occupation", resume_memory_occupation),
     ]
     for method, path, handler in routes:
         yield method, path, handler, ERRORS, {"name": f"{method.lower()}_{path[1:]}"}

@@ -107,7 +107,7 @@ def problem(service: Service) -> str | None:
         return "the engine has stopped"
     if service.idle_check.failed:
         return "the cache violates an invariant"
-    busy = engine.num_running + engine.num_waiting > 0 and not engine.rests
+    busy = engine.num_running + engine.num_waiting > 0 and not engine.rests - {"idle"}
     idle_seconds = time.monotonic() - max(engine.last_step_time, service.state.busy_since)
     if busy and idle_seconds > service.engine.config.stall_timeout:
         return f"there is work, but no step has ended for {idle_seconds:.0f} s"
@@ -127,7 +127,8 @@ async def health(service: Service, _: Request) -> Response:
 
 async def ready(service: Service, _: Request) -> Response:
     """GET /ready: 200 while new requests are admitted, else 503."""
-    if service.requests.draining or problem(service) is not None:
+    asleep = "asleep" in service.engine.rests
+    if asleep or service.requests.draining or problem(service) is not None:
         return JSONResponse({"status": "not ready"}, status_code=503)
     return JSONResponse({"status": "ready"})
 

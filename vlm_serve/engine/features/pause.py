@@ -14,7 +14,8 @@ from vlm_serve.errors import FieldError, InvalidRequestError
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 """What becomes of requests in flight: they end; they give up their KV and compute it again later;
 they keep it; they are answered first."""
-Rest = Literal["paused", "asleep"]
+Rest = Literal["paused", "asleep", "idle"]
+"""Why an engine rests: by an order to pause or to sleep, or because nobody asks."""
 
 
 def check_mode(mode: str) -> PauseMode:

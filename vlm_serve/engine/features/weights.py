@@ -85,11 +85,28 @@ class WeightReader:
         given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         if not given:
             raise InvalidRequestError("an update needs tensors")
+        self._check_files()
+        return self._loaded(self._path, self._tensors | given)
+
+    def again(self) -> Loaded:
+        """Load the weights that are served once more. Raise as `check_kept` does."""
+        self.check_kept()
+        return self._loaded(self._path, {})
+
+    def check_kept(self) -> None:
+        """Raise CheckpointError if the files no longer hold the weights that are served."""
+        if self._tensors:
+            raise CheckpointError(
+                "these weights came from memory, from which they cannot be read again: update from "
+                "a folder, or keep them"
+            )
+        self._check_files()
+
+    def _check_files(self) -> None:
         if digests_of(self._path) != self._digests:
             raise CheckpointError(
                 f"the files of {self._path} have changed since they were read: update from a folder"
             )
-        return self._loaded(self._path, self._tensors | given)
 
     def _loaded(self, path: Path, tensors: dict[str, torch.Tensor]) -> Loaded:
         self._check_room()
@@ -150,6 +167,28 @@ class WeightUpdates:
     def on_matched(self, admission: Admission) -> None:
         """Report the weights."""
         admission.weights = self.identity.whole.hex()
+
+    def check_kept(self) -> None:
+        """Raise InvalidRequestError if the weights could not be read again."""
+        try:
+            self._reader.check_kept()
+        except CheckpointError as error:
+            raise InvalidRequestError(error.message) from error
+
+    def drop(self) -> None:
+        """Let go of the weights, while no step runs. `read_again` and `update` bring some."""
+        self._reader.model.drop_weights()
+
+    def read_again(self, call: Callable[[Callable[[], None]], None]) -> None:
+        """Read the weights that were let go, on this thread.
+
+        Raises InvalidRequestError if their files have changed, or if there is no room for them.
+        """
+        try:
+            model, _ = self._reader.again()
+        except (CheckpointError, ConfigError) as error:
+            raise InvalidRequestError(error.message) from error
+        call(lambda: self._reader.model.take_weights(model))
 
     def update(
         self,

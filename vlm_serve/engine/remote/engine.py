@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, cast
@@ -196,6 +196,16 @@ class RemoteEngine(RequestMaker):
     def resume(self) -> None:
         """See `Engine.resume`."""
         self._peer.ask("resume")
+
+    def sleep(
+        self, parts: Collection[str] = ("kv_cache",), *, mode: str = "retract"
+    ) -> frozenset[str]:
+        """See `Engine.sleep`."""
+        return cast("frozenset[str]", self._peer.ask("sleep", tuple(parts), mode))
+
+    def wake_up(self, parts: Collection[str] | None = None) -> frozenset[str]:
+        """See `Engine.wake_up`."""
+        return cast("frozenset[str]", self._peer.ask("wake_up", parts))
 
     def stats(self) -> dict[str, Any]:
         """See `Engine.stats`."""

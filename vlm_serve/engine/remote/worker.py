@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,8 +73,9 @@ class Worker:
         peer.asked |= {"check": self._check, "compile": self._compile, "nodes": tree.nodes}
         peer.asked |= {"warm": engine.grammars.warm, "load": self._load, "unload": self._unload}
         peer.asked["update_weights"] = self._update
-        for name in ("pause", "resume"):
+        for name in ("pause", "resume", "wake_up"):
             peer.asked[name] = partial(self._telling, getattr(engine, name))
+        peer.asked["sleep"] = partial(self._telling, self._sleep)
         peer.asked["embedded"] = engine.parts.media.cache.__contains__
         if engine.parts.tiers is not None:
             records = UploadTiers(engine.parts.tiers.stack)
@@ -191,6 +192,9 @@ class Worker:
 
     def _update(self, source: str | Path, version: str | None, options: Any) -> WeightsIdentity:
         return self._engine.update_weights(source, version=version, **options)
+
+    def _sleep(self, parts: Collection[str], mode: str) -> frozenset[str]:
+        return self._engine.sleep(parts, mode=mode)
 
     def _telling(self, change: Callable[..., T], *arguments: Any) -> T:
         """Make a change of the engine, of which the other side knows before it has the result."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vlm_serve.server.service import Service
 
 _MODES = {"abort": "abort", "retract": "retract", "in_place": "in_place"}
-_VLLM_MODES = {"abort": "abort", "wait": "wait", "keep": "in_place"}
+VLLM_MODES = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 T = TypeVar("T")
 Q = TypeVar("Q", bound=ExactModel)
@@ -70,7 +70,7 @@ async def pause(service: Service, request: Request) -> Response:
     as `pause_generation` does."""
     check_operator(service, request)
     query = query_of(request, PauseQuery)
-    mode = named("mode", query.mode, _VLLM_MODES)
+    mode = named("mode", query.mode, VLLM_MODES)
     flush = named("clear_cache", query.clear_cache.lower(), _FLAGS) and mode != "in_place"
     await asyncio.to_thread(service.engine.pause, mode)
     if flush:
@@ -95,14 +95,22 @@ async def is_paused(service: Service, request: Request) -> Response:
 async def _resume(service: Service) -> bool:
     """Have generation go on; return False if it was not paused."""
     was = "paused" in service.engine.rests
-    service.state.busy_since = time.monotonic()  # the last step was long ago
+    expect_steps(service)
     await asyncio.to_thread(service.engine.resume)
     return was
 
 
+def expect_steps(service: Service) -> None:
+    """Begin to count the time without a step anew: the last one was long ago."""
+    service.state.busy_since = time.monotonic()
+
+
 def query_of(request: Request, model: type[Q]) -> Q:
-    """Return the query of a request. Raise InvalidRequestError for unknown parameters."""
-    query: Any = dict(request.query_params.items())
+    """Return the query of a request; `tags` may come repeatedly. Raise InvalidRequestError for
+    unknown parameters."""
+    given, query = request.query_params, dict[str, Any](request.query_params.items())
+    if "tags" in query:
+        query["tags"] = given.getlist("tags")
     return validate(query, model)
 
 
