@@ -103,9 +103,11 @@ class EmbeddingCache:
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
-    def flush(self) -> None:
-        """Evict every unpinned embedding."""
+    def flush(self, *, saved: bool = False) -> None:
+        """Evict every unpinned embedding; with `saved`, as for lack of space."""
         while self._idle:
+            if saved:
+                self._tell_oldest()
             self._evict_oldest()
 
     def check(self) -> None:
@@ -123,9 +125,12 @@ class EmbeddingCache:
 
     def _trim(self) -> None:
         while self.used > self.capacity and self._idle:
-            oldest = next(iter(self._idle))
-            self.on_eviction(oldest, self._entries[oldest].slot)
+            self._tell_oldest()
             self._evict_oldest()
+
+    def _tell_oldest(self) -> None:
+        oldest = next(iter(self._idle))
+        self.on_eviction(oldest, self._entries[oldest].slot)
 
     def _evict_oldest(self) -> None:
         key = next(iter(self._idle))

@@ -51,6 +51,11 @@ class BlockPool:
         self._holds.hard[block.id] = 1
         return block
 
+    def untouch(self) -> None:
+        """Note that no block has pages; all are free."""
+        self.num_touched, self._free = 0, sorted(self._free, reverse=True)
+        assert len(self._free) == len(self.blocks)
+
     def harden(self, block: Block) -> None:
         """Add a running request's hold on the block, or its pin of a node there."""
         if block.hard == 0 and (block.soft or block.nodes):
@@ -170,6 +175,11 @@ class RowPool:
         self.num_touched = max(self.num_touched, row + 1)
         self.change(row, RowState.FREE, state)
         return row
+
+    def untouch(self) -> None:
+        """Note that no row has pages; all are free."""
+        self.num_touched, self._free = 0, sorted(self._free, reverse=True)
+        assert len(self._free) == len(self.states)
 
     def change(self, row: int, old: RowState, new: RowState) -> None:
         """Move a row from one state to another; FREE returns it to the pool."""

@@ -571,6 +571,14 @@ class PrefixCache:
         if suspended.valid:
             self._suspensions.drop(suspended, left)
 
+    def seclude(self, lease: Lease) -> None:
+        """Publish nothing more of a running or suspended request: other weights compute on."""
+        assert lease.state is not LeaseState.CLOSED
+        if lease.state is LeaseState.OPEN:
+            self.abandon(lease)
+            self._expect(lease, None)
+        lease.private = True
+
     def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
         """Return the expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are
         gaps."""
@@ -669,6 +677,15 @@ class PrefixCache:
         if bounds.tail is not None:
             nodes.append(bounds.tail)
         return bounds.usable if self.timed_pins.add(nodes, bounds.snapshot, until, owner) else 0
+
+    def empty(self) -> None:
+        """Evict everything while no request holds anything, timed pins included. What it was is
+        remembered, and the pools' memory may be given back."""
+        assert not self.leases
+        self.timed_pins.clear()
+        self._evictor.evict_everything()
+        for pool in (self.ledger.blocks, self.ledger.rows):
+            pool.untouch()
 
     def flush(self) -> None:
         """Evict everything that no running request holds, timed pins included, and forget it."""

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 import torch
 
+from vlm_serve.system.host_memory import release_pages
+
 _PAGE = 2 << 20
 _ARENA = 256 << 20
 _ALIGNMENT = 64
@@ -73,6 +75,13 @@ def own_arenas() -> Iterator[None]:
         yield
     finally:
         _arenas.begin()
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Give the pages of a tensor of `zeros` back to the system; it holds zeros then. Parts of pages
+    at its ends, which other tensors may share, stay as they are."""
+    storage = tensor.untyped_storage()
+    release_pages(storage.data_ptr(), storage.nbytes())
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:

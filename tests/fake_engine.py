@@ -167,6 +167,7 @@ class FakeEngine:
         self.step_times = StepTimes()
         self.alive = True
         self.degraded: str | None = None
+        self.rests: frozenset[str] = frozenset()
         self.last_step_time = time.monotonic()
         self.requests: dict[str, FakeRequest] = {}
         self.num_submitted = 0

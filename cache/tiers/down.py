@@ -54,8 +54,7 @@ class TierSaver:
             self._silent = False
 
     def save(self, node: Node, wait_seconds: float) -> None:
-        """Save a copy of a node and its snapshot at shutdown. Never raises; waits for space in the
-        queue."""
+        """Save a copy of a node and its snapshot. Never raises; waits for space in the queue."""
         self._wait_seconds = wait_seconds
         try:
             if node.snapshot is not None:
@@ -64,6 +63,7 @@ class TierSaver:
         except Exception:
             self._stack.counts["failed"] += 1
             _log.exception("content of the device could not be handed to the lower tiers")
+        self._wait_seconds = 0.0
 
     def _put_node(self, node: Node) -> None:
         tail = node.num_tokens < self._config.block_size

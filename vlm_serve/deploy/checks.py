@@ -29,6 +29,10 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
             "allow_weight_updates is not for deploy: all replicas would have to change at once",
             param="allow_weight_updates",
         )
+    if engine.idle_sleep is not None:
+        raise ConfigError(
+            "idle_sleep is not for deploy: replicas do not sleep yet", param="idle_sleep"
+        )
     if deploy.most == 1:
         return server
     loaded = "an adapter would be loaded by one of them only; name adapters by lora_modules"

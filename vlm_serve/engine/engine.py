@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,10 @@ from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.inspection import Inspector, PinInfo
 from vlm_serve.engine.features.joins import Joining
 from vlm_serve.engine.features.mirror import TreeMirror
+from vlm_serve.engine.features.pause import Pause, Rest, check_mode
 from vlm_serve.engine.features.replays import ReplayCounts, Replays
 from vlm_serve.engine.features.shares import Shares
+from vlm_serve.engine.features.sleep import PARTS, Sleep, check_parts
 from vlm_serve.engine.features.tiers.loading import TierLoading
 from vlm_serve.engine.features.unread import Unread
 from vlm_serve.engine.features.usage import UsageByName
@@ -40,7 +42,7 @@ from vlm_serve.engine.requests.validation import (
 )
 from vlm_serve.engine.start.build import build, naming_folder
 from vlm_serve.engine.start.parts import EngineParts
-from vlm_serve.errors import EngineClosedError, InvalidRequestError, NotANumberError
+from vlm_serve.errors import EngineClosedError, FieldError, InvalidRequestError, NotANumberError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.affinity import AffinityDigest
@@ -105,6 +107,7 @@ class Engine(RequestMaker):
             self._hooks.add(self._auditor)
         if parts.tiers is not None:
             self._hooks.add(self._tiers)
+        self._sleep = self._make_sleep()
         self._loop = EngineLoop(
             parts.scheduler,
             parts.executor,
@@ -250,6 +253,110 @@ class Engine(RequestMaker):
         if flush:
             self.flush()
         return identity
+
+    @property
+    def rests(self) -> frozenset[Rest]:
+        """See `RequestMaker.rests`."""
+        pause, idle = self._features.get(Pause), self._sleep is not None and self._sleep.idle
+        reasons: frozenset[Rest] = frozenset() if pause is None else pause.reasons
+        return reasons | {"idle"} if idle else reasons
+
+    def pause(self, mode: str = "abort") -> None:
+        """Let no step run until `resume`; needs the option `allow_weight_updates`. New requests
+        wait.
+
+        Args:
+            mode: requests in flight end ("abort"), give up their KV and wait ("retract"), keep it
+                and wait ("in_place"), or are answered first, which this call waits for ("wait").
+                Who keeps its KV keeps it across an update of the weights too, for itself alone.
+
+        Raises:
+            InvalidRequestError: the option is off, there is no such mode, or generation was
+                continued before all answers that this call waits for.
+        """
+        checked, pause = check_mode(mode), self._pause
+        self.call(lambda: pause.begin(checked, "paused")).result()
+
+    def resume(self) -> None:
+        """Let steps run again. Do nothing if generation is not paused. Raise as `pause` does."""
+        pause = self._pause
+        self.call(lambda: pause.end("paused"))
+
+    def sleep(
+        self, parts: Collection[str] = ("kv_cache",), *, mode: str = "retract"
+    ) -> frozenset[str]:
+        """Give memory back until `wake_up`; needs the option `allow_weight_updates`. Meanwhile
+        requests are refused. What the cache holds goes to lower tiers, if there are some.
+
+        Args:
+            parts: "kv_cache", "weights", or both.
+            mode: requests in flight, see `pause`. They cannot keep their KV.
+
+        Returns:
+            All that has been given back.
+
+        Raises:
+            InvalidRequestError: the option is off, this engine runs on a GPU or several ranks, an
+                update is under way, or the weights could not be read again, because they came from
+                memory or their files have changed.
+        """
+        pause, sleep = self._pause, self._sleep
+        wanted, checked = check_parts(parts), check_mode(mode)
+        if sleep is None:
+            raise InvalidRequestError("sleep is not possible with a GPU or several ranks")
+        if checked == "in_place":
+            raise FieldError("mode", "cannot be in_place: the memory of KV is given back")
+        with self._only_update():
+            sleep.check(wanted)
+            self.call(lambda: pause.begin(checked, "asleep")).result()
+            self.call(lambda: sleep.give(wanted))
+        return sleep.parts
+
+    def wake_up(self, parts: Collection[str] | None = None) -> frozenset[str]:
+        """Take memory again, None: all. With all of it requests go on. Weights are read from the
+        folder from which they came. Do nothing if the engine is awake.
+
+        Returns:
+            What is still given back.
+
+        Raises:
+            InvalidRequestError: there are no such parts, the files have changed, or there is no
+                room. The engine still sleeps then; an update of the weights wakes them too.
+        """
+        wanted = check_parts(PARTS if parts is None else parts)
+        sleep = self._sleep if self._pause is not None else None
+        if sleep is None:
+            return frozenset()
+        with self._only_update():
+            if "weights" in wanted & sleep.parts:
+                updates = self._features.get(WeightUpdates)
+                assert updates is not None
+                updates.read_again(self.call)
+            self.call(lambda: sleep.take(wanted))
+        return sleep.parts
+
+    @property
+    def _pause(self) -> Pause:
+        pause = self._features.get(Pause)
+        if pause is None:
+            raise InvalidRequestError("start with allow_weight_updates to pause an engine")
+        return pause
+
+    def _make_sleep(self) -> Sleep | None:
+        pause, parts = self._features.get(Pause), self.parts
+        if parts.release is None or (pause is None and parts.config.idle_sleep is None):
+            return None
+        sleep = Sleep(
+            parts.scheduler,
+            self._tiers,
+            parts.executor,
+            parts.release,
+            seconds=parts.config.idle_sleep,
+            pause=pause,
+            weights=self._features.get(WeightUpdates),
+        )
+        self._hooks.add(sleep)
+        return sleep
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the scheduler and the cache."""

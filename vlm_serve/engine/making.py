@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.features.endings.next_turns import PlainTurn
+from vlm_serve.engine.features.pause import Rest
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.pooling import check_task
 from vlm_serve.engine.requests.request import NextTurn, Request, find_bad_words
@@ -22,7 +23,7 @@ from vlm_serve.engine.requests.validation import (
     check_request,
     with_token_limit,
 )
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import InvalidRequestError, OverloadedError
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.affinity import AffinityKey
@@ -54,6 +55,11 @@ class RequestMaker:
 
     pid: int | None = None
     weight_version: str = "default"
+
+    @property
+    def rests(self) -> frozenset[Rest]:
+        """Return why the engine rests; "idle" ends with the next request."""
+        raise NotImplementedError
 
     config: EngineConfig
     spec: ModelSpec
@@ -125,7 +131,10 @@ class RequestMaker:
             InvalidRequestError: an empty prompt or a parameter outside the vocabulary.
             ModelNotFoundError: the prompt's adapter has been unloaded.
             EngineClosedError: the engine no longer runs.
+            OverloadedError: it is asleep.
         """
+        if "asleep" in self.rests:
+            raise OverloadedError("the engine is asleep: wake it up first", code="asleep")
         check_task(self.config, pooled=pooled)
         params = params.with_defaults(self.spec.generation)
         prompt = prompt.last_tokens(params.kept_prompt_tokens(self.max_model_len))

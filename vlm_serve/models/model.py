@@ -21,6 +21,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.tuning import fixed_steps
+from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
@@ -101,6 +102,7 @@ class Model:
         self._caches: CacheTensors | None = None
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
+        self._dropped_step = False
 
     @property
     def columns(self) -> int:
@@ -296,15 +298,22 @@ class Model:
         self.modules, self.quantised = other.modules, other.quantised
         self.origin = other.origin
         self._caches, self._bound = other._caches, other._bound
-        self._compiled_step = other._compiled_step
+        self._compiled_step, self._dropped_step = other._compiled_step, False
 
     def bind_like(self, other: Model) -> None:
         """Bind the pools of another model, and compile steps if that one has.
 
         Raises as `compile_steps` does.
         """
-        if other._caches is not None and other._compiled_step is not None:
+        compiled = other._compiled_step is not None or other._dropped_step
+        if other._caches is not None and compiled:
             self.compile_steps(other._caches)
+
+    def drop_weights(self) -> None:
+        """Let go of all weights. No step may run until `take_weights` has brought others."""
+        del self._decoder, self._predictor, self._vision
+        self._dropped_step = self._compiled_step is not None
+        self.modules, self._bound, self._compiled_step = Modules(), (), None
 
     def unbind(self) -> None:
         """Drop the pools of the last step; the next one binds its own."""

@@ -281,6 +281,14 @@ class EngineConfig:
     shared_store_write_bandwidth: int | str = _cache(
         256 << 20, "maximum write rate to the shared store, in bytes per second", low=1
     )
+    idle_sleep: float | None = _cache(
+        None,
+        "seconds without a request after which the cache's memory goes back to the system, and its "
+        "content to lower tiers; the next request wakes the engine; on a CPU, on one rank",
+        low=0.001,
+        metavar="SECONDS",
+        default_text="never",
+    )
     cache_audit: float = _cache(
         0.0,
         "fraction (0 to 1) of greedy requests with a hit to repeat cold, in the background, and "

@@ -44,6 +44,13 @@ from vlm_serve.server.api.messages import (
     count_message_tokens,
     create_message,
 )
+from vlm_serve.server.api.pauses import (
+    continue_generation,
+    is_paused,
+    pause,
+    pause_generation,
+    resume,
+)
 from vlm_serve.server.api.pooling import (
     ClassifyRequest,
     Embeddings,
@@ -80,6 +87,13 @@ from vlm_serve.server.api.shared.fields import (
     errors_of,
 )
 from vlm_serve.server.api.shared.listing import Page
+from vlm_serve.server.api.sleep import (
+    is_sleeping,
+    release_memory_occupation,
+    resume_memory_occupation,
+    sleep,
+    wake_up,
+)
 from vlm_serve.server.api.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -278,6 +292,16 @@ def _for_operators() -> Iterator[Row]:
         ("GET", "/get_server_info", status.server_info),
         ("POST", "/reset_prefix_cache", status.reset_prefix_cache),
         ("POST", "/flush_cache", status.reset_prefix_cache),
+        ("POST", "/pause_generation", pause_generation),
+        ("POST", "/continue_generation", continue_generation),
+        ("POST", "/pause", pause),
+        ("POST", "/resume", resume),
+        ("GET", "/is_paused", is_paused),
+        ("POST", "/sleep", sleep),
+        ("POST", "/wake_up", wake_up),
+        ("GET", "/is_sleeping", is_sleeping),
+        ("POST", "/release_memory_occupation", release_memory_occupation),
+        ("POST", "/resume_memory_occupation", resume_memory_occupation),
     ]
     for method, path, handler in routes:
         yield method, path, handler, ERRORS, {"name": f"{method.lower()}_{path[1:]}"}

@@ -22,7 +22,7 @@ from vlm_serve.options.declared import options_of
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.listing import ends_of
-from vlm_serve.server.api.shared.request_body import read_json
+from vlm_serve.server.api.shared.request_body import read_optional
 from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.errors import is_anthropic
@@ -107,7 +107,7 @@ def problem(service: Service) -> str | None:
         return "the engine has stopped"
     if service.idle_check.failed:
         return "the cache violates an invariant"
-    busy = engine.num_running + engine.num_waiting > 0
+    busy = engine.num_running + engine.num_waiting > 0 and not engine.rests - {"idle"}
     idle_seconds = time.monotonic() - max(engine.last_step_time, service.state.busy_since)
     if busy and idle_seconds > service.engine.config.stall_timeout:
         return f"there is work, but no step has ended for {idle_seconds:.0f} s"
@@ -127,7 +127,8 @@ async def health(service: Service, _: Request) -> Response:
 
 async def ready(service: Service, _: Request) -> Response:
     """GET /ready: 200 while new requests are admitted, else 503."""
-    if service.requests.draining or problem(service) is not None:
+    asleep = "asleep" in service.engine.rests
+    if asleep or service.requests.draining or problem(service) is not None:
         return JSONResponse({"status": "not ready"}, status_code=503)
     return JSONResponse({"status": "ready"})
 
@@ -252,9 +253,8 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
     refuse_tenants(request.scope)
     refuse_foreign_scripts(request.scope, service.config)
     _check_reset({name: _flag(name, value) for name, value in request.query_params.items()})
-    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-        body = await read_json(service, request, ResetRequest)
-        _check_reset(body.model_dump(exclude_none=True))
+    body = await read_optional(service, request, ResetRequest)
+    _check_reset(body.model_dump(exclude_none=True))
     await service.flush()
     return JSONResponse({"success": True, "message": "the cache is empty"})
 

@@ -18,6 +18,7 @@ _TRIM_THRESHOLD = -1
 _MMAP_MAX = -4
 _ARENA_MAX = -8
 _NEVER = -1
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 
@@ -93,6 +94,20 @@ def release_freed_memory(*, regrow: bool = False) -> bool:
     if regrow and _reserve:
         _advise(_libc())
     return True
+
+
+def release_pages(address: int, size: int) -> None:
+    """Return the whole pages among so many bytes of private memory to the kernel. They are zero
+    when they are read next.
+
+    Raises OSError if the kernel refuses.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if length > 0 and madvise(first, length, _MADV_DONTNEED) != 0:
+        raise OSError(ctypes.get_errno(), "memory cannot be given back")
 
 
 class _Info(ctypes.Structure):

@@ -149,8 +149,8 @@ class Hooks:
 
     Attributes:
         on_added: a request has been queued.
-        on_rekeyed: a request that has not ended has got other keys, under which it starts again:
-            nothing that was computed of it holds.
+        on_rekeyed: a request that has not ended has got other keys. It starts again under them, or
+            keeps what was computed of it for itself alone, see `SequenceGroup.holds`.
         on_renewed: the model has other weights.
         on_waiting: a sequence begins to wait for its admission, at first or again.
         on_matching: a sequence is about to be matched, or has to start without a match: ask for
@@ -169,6 +169,8 @@ class Hooks:
         on_committed: a step has been committed.
         on_forked: a choice is about to get its first token; so far it has its parent's.
         on_failed: a step has failed, and nothing has been rolled back yet.
+        may_step: may any step begin now?
+        may_restart: may a sequence lose what was computed of it, because the weights change?
         may_start: may a waiting sequence be admitted now? One that raises ends its request.
         may_use: may a sequence start from this match, or is a deeper one than `least` coming?
         may_follow: may a sequence wait for what another one's prefill leaves, given its own match?
@@ -231,6 +233,8 @@ class Hooks:
     )
     on_forked: list[Callable[[Sequence, Sequence], None]] = field(default_factory=list)
     on_failed: list[Callable[[StepPlan], None]] = field(default_factory=list)
+    may_step: list[Callable[[], bool]] = field(default_factory=list)
+    may_restart: list[Callable[[Sequence], bool]] = field(default_factory=list)
     may_start: list[Callable[[Sequence], bool]] = field(default_factory=list)
     may_use: list[Callable[[Sequence, Match, int], bool]] = field(default_factory=list)
     may_follow: list[Callable[[Sequence, Sequence, Match], bool]] = field(default_factory=list)

@@ -165,6 +165,12 @@ class SequenceQueues:
             sequence.suspended = None
         self.media.release_all(sequence)
 
+    def seclude(self, sequence: Sequence) -> None:
+        """Leave what was computed of a sequence to it alone: nothing of it is published."""
+        if sequence.held is not None:
+            self.cache.seclude(sequence.held)
+        self.media.release_all(sequence)
+
     def fold(self, sequence: Sequence) -> None:
         """Schedule pending updates to be folded into the sequence's row at the start of the next
         step."""
@@ -370,8 +376,7 @@ class SequenceQueues:
     def _left_state(self, sequence: Sequence) -> LeftState | None:
         """Return what a sequence leaves if its row holds the state after its computed tokens. None
         while updates have to be folded into it, or while it has to be copied first."""
-        suspended = sequence.suspended
-        lease = sequence.lease or (suspended.lease if suspended is not None else None)
+        lease = sequence.held
         if lease is None or sequence.pending or sequence.number in self.ahead:
             return None
         unfinished = {row for row, _, _ in self.folds} | {copy[1] for copy in self.row_copies}

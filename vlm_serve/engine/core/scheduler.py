@@ -88,6 +88,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        if not all(may() for may in self.hooks.may_step):
+            return False
         return bool(self.waiting or self.running) or any(busy() for busy in self.hooks.has_work)
 
     def add(self, group: SequenceGroup) -> None:

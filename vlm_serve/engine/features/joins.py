@@ -191,8 +191,9 @@ class Joins:
         history = self._histories.get(sequence.number)
         if history is not None:
             self._expect(history, None)
-        cold = sequence.request.cold or not self._cache.config.enabled
-        if sequence.prefilling and not cold and self._prefills.add(sequence):
+        assert (lease := sequence.lease) is not None
+        shares = not lease.private and self._cache.config.enabled
+        if sequence.prefilling and shares and self._prefills.add(sequence):
             self._new_prefills.append(sequence)
 
     def stops(self, sequence: Sequence) -> None:
@@ -203,7 +204,9 @@ class Joins:
             self._end(join)
 
     def rekeyed(self, sequence: Sequence) -> None:
-        """Compare a waiting sequence anew; nothing that another one has left concerns it."""
+        """Compare a waiting sequence anew; nothing that another one has left concerns it, and
+        what a running one computes concerns nobody."""
+        self.stops(sequence)
         self.release(sequence)
         history = self._histories.get(sequence.number)
         if history is not None:

@@ -115,9 +115,9 @@ class LogprobReports:
         )
 
     def on_rekeyed(self, group: SequenceGroup) -> None:
-        """Collect the rows of a prompt anew. Those of one whose answer has begun are reported, and
-        the cache is to have none of them."""
-        if any(sequence.num_generated for sequence in group.sequences):
+        """Collect the rows of a prompt anew. Those of one whose answer has begun, or whose KV is
+        kept, are reported, and the cache is to have none of them."""
+        if group.holds or any(sequence.num_generated for sequence in group.sequences):
             self._logs[group].old = True
         else:
             self.on_added(group)

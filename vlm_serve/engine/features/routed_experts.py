@@ -105,8 +105,10 @@ class ExpertReports:
         self._logs.update({sequence.number: ExpertLog() for sequence in group.sequences})
 
     def on_rekeyed(self, group: SequenceGroup) -> None:
-        """Collect the experts anew: those of all tokens are computed again."""
-        self.on_added(group)
+        """Collect the experts anew where those of all tokens are computed again."""
+        for sequence in group.sequences:
+            if sequence.held is None:
+                self._logs[sequence.number] = ExpertLog()
 
     def on_matching(self, sequence: Sequence, needs: Needs) -> None:
         """Have a match end at the first gap, if there may be none."""

@@ -22,6 +22,7 @@ from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.drafts.lengths import CostCurve
 from vlm_serve.engine.features.endings.endings import Endings
 from vlm_serve.engine.features.joins import Joining
+from vlm_serve.engine.features.pause import Pause
 from vlm_serve.engine.features.progress import Progress
 from vlm_serve.engine.features.prompt_logprobs import LogprobReports
 from vlm_serve.engine.features.replays import Replays
@@ -149,8 +150,13 @@ def _weights(scheduler: Scheduler, options: Options) -> WeightUpdates | None:
     return None if reader is None else WeightUpdates(scheduler, reader, adapters)
 
 
+def _pause(scheduler: Scheduler, options: Options) -> Pause | None:
+    return None if options.weights is None else Pause(scheduler)
+
+
 TABLE = (
     FeatureRow("weights", _weights),
+    FeatureRow("pause", _pause),
     FeatureRow("shares", _shares),
     FeatureRow("unread", _unread),
     FeatureRow("joins", _joins),

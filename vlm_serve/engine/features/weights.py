@@ -89,12 +89,30 @@ class WeightReader:
     def _replaced(self, given: dict[str, torch.Tensor], call: Call) -> Model:
         if not given:
             raise InvalidRequestError("an update needs tensors")
+        path, kept, _ = self.model.origin
+        self._check_files()
+        return self._loaded(path, {**kept, **given}, call)
+
+    def again(self, call: Call) -> Model:
+        """Load the weights that are served once more. Raise as `check_kept` does."""
+        self.check_kept()
+        return self._loaded(self.model.origin.path, {}, call)
+
+    def check_kept(self) -> None:
+        """Raise CheckpointError if the files no longer hold the weights that are served."""
+        if self.model.origin.tensors:
+            raise CheckpointError(
+                "these weights came from memory, from which they cannot be read again: update from "
+                "a folder, or keep them"
+            )
+        self._check_files()
+
+    def _check_files(self) -> None:
         path, kept, digests = self.model.origin
         if digests_of(path) | {name: digests[name] for name in kept} != digests:
             raise CheckpointError(
                 f"the files of {path} have changed since they were read: update from a folder"
             )
-        return self._loaded(path, {**kept, **given}, call)
 
     def _loaded(self, path: Path, tensors: dict[str, torch.Tensor], call: Call) -> Model:
         self._check_room(0)
@@ -155,6 +173,28 @@ class WeightUpdates:
         """Report the weights."""
         admission.weights = self.identity.whole.hex()
 
+    def check_kept(self) -> None:
+        """Raise InvalidRequestError if the weights could not be read again."""
+        try:
+            self._reader.check_kept()
+        except CheckpointError as error:
+            raise InvalidRequestError(error.message) from error
+
+    def drop(self) -> None:
+        """Let go of the weights, while no step runs. `read_again` and `update` bring some."""
+        self._reader.model.drop_weights()
+
+    def read_again(self, call: Call) -> None:
+        """Read the weights that were let go, on this thread.
+
+        Raises InvalidRequestError if their files have changed, or if there is no room for them.
+        """
+        try:
+            model = self._reader.again(call)
+        except (CheckpointError, ConfigError) as error:
+            raise InvalidRequestError(error.message) from error
+        call(lambda: self._reader.new.take(model))
+
     def update(
         self,
         source: str | Path | Tensors,
@@ -196,24 +236,27 @@ class WeightUpdates:
     def _swap(self, model: Model, *, abort: bool) -> None:
         """Change the weights between two steps.
 
-        Ends of answers are dropped first and running sequences give up their state, so that nothing
-        is published that the old weights computed.
+        Ends of answers are dropped first and running sequences give up their state, or go on with
+        it for themselves, so that nothing is published that the old weights computed.
         """
-        queues = self._scheduler.queues
+        queues, hooks = self._scheduler.queues, self._scheduler.hooks
         for group in self._loop.groups if abort else ():
             self._loop.abort(group.request.request_id)
         queues.reclaim()
         groups = self._loop.groups
         for sequence in (*queues.running, *queues.waiting):
-            queues.retract(sequence)
-        assert not queues.holders
+            if all(may(sequence) for may in hooks.may_restart):
+                queues.retract(sequence)
+            else:
+                queues.seclude(sequence)
+        assert not queues.kept
         for group in groups:
             for sequence in group.sequences if group.request.cold else ():
                 queues.media.discard(sequence)
         self._reader.new.take(model)
         for group in groups:
             group.rekey(self.identity)
-            for tell in self._scheduler.hooks.on_rekeyed:
+            for tell in hooks.on_rekeyed:
                 tell(group)
-        for renewed in self._scheduler.hooks.on_renewed[:]:
+        for renewed in hooks.on_renewed[:]:
             renewed()

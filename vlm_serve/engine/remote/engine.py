@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage
+from vlm_serve.engine.features.pause import Rest
 from vlm_serve.engine.making import RequestMaker, with_prompts
 from vlm_serve.engine.remote.messages import (
     REDUCERS,
@@ -116,6 +117,7 @@ class RemoteEngine(RequestMaker):
         self._stepped: dict[Callable[[], None], None] = {}
         self._running = self._waiting = self._sent = self._arrived = self.num_steps = 0
         self.last_step_time, self._alive, self._closing = time.monotonic(), True, False
+        self._rests: frozenset[Rest] = frozenset()
         self._lent = Lent()
         self._peer = peer = Peer(wire)
         peer.told |= {"delta": self._take_delta, "state": self._take_state, **self._lent.told}
@@ -181,6 +183,29 @@ class RemoteEngine(RequestMaker):
             self.weight_version = self.weight_version if version is None else version
             self.preprocessor.renew(identity)
         return identity
+
+    @property
+    def rests(self) -> frozenset[Rest]:
+        """See `RequestMaker.rests`."""
+        return self._rests
+
+    def pause(self, mode: str = "abort") -> None:
+        """See `Engine.pause`."""
+        self._peer.ask("pause", mode)
+
+    def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._peer.ask("resume")
+
+    def sleep(
+        self, parts: Collection[str] = ("kv_cache",), *, mode: str = "retract"
+    ) -> frozenset[str]:
+        """See `Engine.sleep`."""
+        return cast("frozenset[str]", self._peer.ask("sleep", tuple(parts), mode))
+
+    def wake_up(self, parts: Collection[str] | None = None) -> frozenset[str]:
+        """See `Engine.wake_up`."""
+        return cast("frozenset[str]", self._peer.ask("wake_up", parts))
 
     def stats(self) -> dict[str, Any]:
         """See `Engine.stats`."""
@@ -282,8 +307,16 @@ class RemoteEngine(RequestMaker):
             self._stepped[request.on_step] = None
 
     def _take_state(
-        self, running: int, waiting: int, steps: int, last_step: float, alive: bool, arrived: int
+        self,
+        running: int,
+        waiting: int,
+        steps: int,
+        last_step: float,
+        alive: bool,
+        rests: frozenset[Rest],
+        arrived: int,
     ) -> None:
+        self._rests = rests
         self._running, self._waiting, self.num_steps = running, waiting, steps
         self.last_step_time, self._alive, self._arrived = last_step, alive, arrived
 

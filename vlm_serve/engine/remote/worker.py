@@ -13,10 +13,12 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from vlm_serve.engine.core.media_tiers import UploadTiers
 from vlm_serve.engine.engine import Engine
@@ -33,6 +35,7 @@ from vlm_serve.engine.remote.peer import Peer, portable
 from vlm_serve.engine.remote.tree import TreeTeller
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.request import Request
+from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.engine.start.build import device_of
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.identity.keys import WeightsIdentity
@@ -41,6 +44,7 @@ from vlm_serve.system.host_memory import release_freed_memory, retain_freed_memo
 from vlm_serve.system.log_output import start_logging
 from vlm_serve.system.wire import ConnectionLostError, Wire
 
+T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 
 
@@ -69,6 +73,9 @@ class Worker:
         peer.asked |= {"check": self._check, "compile": self._compile, "nodes": tree.nodes}
         peer.asked |= {"warm": engine.grammars.warm, "load": self._load, "unload": self._unload}
         peer.asked["update_weights"] = self._update
+        for name in ("pause", "resume", "wake_up"):
+            peer.asked[name] = partial(self._telling, getattr(engine, name))
+        peer.asked["sleep"] = partial(self._telling, self._sleep)
         peer.asked["embedded"] = engine.parts.media.cache.__contains__
         if engine.parts.tiers is not None:
             records = UploadTiers(engine.parts.tiers.stack)
@@ -90,7 +97,7 @@ class Worker:
     def _state(self) -> tuple[Any, ...]:
         engine = self._engine
         counts = engine.num_running, engine.num_waiting, engine.num_steps
-        return "state", *counts, engine.last_step_time, engine.alive, self._begun
+        return "state", *counts, engine.last_step_time, engine.alive, engine.rests, self._begun
 
     # -- a feature of the engine -------------------------------------------------------------------
 
@@ -99,6 +106,11 @@ class Worker:
         if not self._told_step or not (self._engine.num_running or self._engine.num_waiting):
             self._peer.flush()
         self._told_step = False
+
+    def on_waiting(self, sequence: Sequence) -> None:
+        """Tell of a request that comes while no step is to run."""
+        if self._engine.rests:
+            self._peer.flush()
 
     def _on_step(self) -> None:
         self._told_step = True
@@ -180,6 +192,15 @@ class Worker:
 
     def _update(self, source: str | Path, version: str | None, options: Any) -> WeightsIdentity:
         return self._engine.update_weights(source, version=version, **options)
+
+    def _sleep(self, parts: Collection[str], mode: str) -> frozenset[str]:
+        return self._engine.sleep(parts, mode=mode)
+
+    def _telling(self, change: Callable[..., T], *arguments: Any) -> T:
+        """Make a change of the engine, of which the other side knows before it has the result."""
+        result = change(*arguments)
+        self._peer.add(*self._state())
+        return result
 
     def _unload(self, name: str, timeout: float | None) -> None:
         self._engine.adapters.unload(name, timeout)

@@ -109,7 +109,8 @@ class KeptMark:
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """New weights in the middle of a choice, whose prompt and tokens are computed again by them.
+    """New weights in the middle of a choice. Its prompt and tokens are computed again by them,
+    or their KV is kept if generation was paused in place.
 
     Attributes:
         choice: its index.

@@ -76,21 +76,26 @@ class SequenceGroup:
         )
 
     def rekey(self, weights: WeightsIdentity) -> None:
-        """Make all keys those of other weights. Nothing was computed of it, or nothing of that is
-        used."""
+        """Make all keys those of other weights. Nothing was computed of it, nothing of that is
+        used, or nothing more of that is published."""
         prompt = replace(self.request.prompt, keys=self.request.prompt.keys.under(weights))
         self.request = replace(self.request, prompt=prompt)
         for sequence in self.sequences:
             sequence.request, sequence.prompt = self.request, prompt
             sequence.keys = sequence.keys.under(weights)
-        begun = [sequence for sequence in self.sequences if sequence.num_generated]
-        if not begun or self.report is None:
+        spans = [each for each in self.sequences if self.holds or each.num_generated]
+        if not spans or self.report is None:
             self.report = None
             return
-        going = (each for each in begun if each.answer.finish_reason is None)
+        going = (each for each in spans if each.answer.finish_reason is None)
         digest = weights.whole.hex()
         changes = (WeightChange(each.index, each.num_generated, digest) for each in going)
         self.report = replace(self.report, weight_changes=(*self.report.weight_changes, *changes))
+
+    @property
+    def holds(self) -> bool:
+        """Return True if some of its KV and state is there."""
+        return any(sequence.held is not None for sequence in self.sequences)
 
     def part(self) -> None:
         """Let go of the choices of a request that has ended.
@@ -187,6 +192,11 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.num_computed < self.prefill_target
+
+    @property
+    def held(self) -> Lease | None:
+        """Return the lease with which it runs or was suspended; None: it starts anew."""
+        return self.lease or (None if self.suspended is None else self.suspended.lease)
 
     @property
     def replaying(self) -> bool:

@@ -110,6 +110,7 @@ def build(
         torch.set_num_threads(config.threads)
     address = find_store(config)
     path = find_checkpoint(model, revision=config.revision, tower=config.mmproj)
+    can_sleep(config, device_of(config.device))
     changes, size = changes_of(config), config.tensor_parallel_size
     spec = with_generation(read_spec(path, changes), config)
     config = with_task(config, spec)
@@ -275,6 +276,7 @@ def _assemble(
         features=Features(scheduler, options),
         adapters=adapters,
         executor=executor,
+        release=executor.release_pools if can_sleep(config, source.device) else None,
         cache=cache,
         media=media,
         tiers=tiers,
@@ -394,6 +396,19 @@ def weights_in_memory(
         head_rows=head_rows(config, spec),
         keeps_files=not config.allow_weight_updates,
     )
+
+
+def can_sleep(config: EngineConfig, device: torch.device) -> bool:
+    """Return True if an engine can give memory back and take it again.
+
+    Raises ConfigError if it cannot and is to do so by itself.
+    """
+    possible = device.type == "cpu" and config.tensor_parallel_size == 1
+    if config.idle_sleep is not None and not possible:
+        raise ConfigError(
+            "idle_sleep is not possible with a GPU or several ranks", param="idle_sleep"
+        )
+    return possible
 
 
 def device_of(name: str) -> torch.device:

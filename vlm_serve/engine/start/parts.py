@@ -26,7 +26,7 @@ from vlm_serve.preprocess.prepare import Preprocessor
 class EngineParts:
     """Components of an engine. `config` has its defaults filled in. `steps` is None where it is not
     measured. `degraded`: why steps are much slower than they could be. `make_preprocessor` can be
-    pickled."""
+    pickled. `release` gives the memory of the pools back; None: that is not possible here."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -42,6 +42,7 @@ class EngineParts:
     executor: Executor
     cache: PrefixCache
     media: MediaPlanner
+    release: Callable[[], None] | None = None
     tiers: Tiers | None = None
     steps: StepMemory | None = None
     machine: MachineSizes | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections import deque
@@ -41,6 +42,7 @@ from vlm_serve.engine.steps.token_counts import FEWEST_SLOTS, TokenCounts, to_de
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
+from vlm_serve.kernels.large_pages import release
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.sampling.reference import UNSOUND
 from vlm_serve.kernels.state_copy import copy_rows
@@ -48,6 +50,7 @@ from vlm_serve.models import Model
 from vlm_serve.models.adapters import Adapter
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.system.host_memory import release_freed_memory
 
 _T = TypeVar("_T")
 
@@ -151,6 +154,13 @@ class LocalExecutor:
     def read_rows(self, rows: torch.Tensor) -> Content | Arriving:
         """Return the content of a tensor that no step overwrites, for lower cache tiers."""
         return self._transfer.read_rows(rows)
+
+    def release_pools(self) -> None:
+        """Give the memory of a CPU's pools back, between steps: nothing in them is needed."""
+        for pool in self._caches.tensors.values():
+            release(pool)
+        gc.collect()
+        release_freed_memory()
 
     def close(self) -> None:
         self._known.clear()

@@ -150,7 +150,7 @@ def _allowed(service: Service, request: Request) -> Path:
 
 
 def check_operator(service: Service, request: Request) -> None:
-    """Refuse whoever may not change the weights of this server."""
+    """Refuse whoever may not change the weights of this server, pause it or send it to sleep."""
     refuse_tenants(request.scope)
     refuse_foreign_scripts(request.scope, service.config)
     if not service.engine.config.allow_weight_updates:

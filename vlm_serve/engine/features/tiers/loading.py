@@ -194,6 +194,18 @@ class TierLoading:
             self._embeddings.forget()
         return self._tiers.stack.clear()
 
+    def sink(self, seconds: float = SHUTDOWN_SECONDS) -> None:
+        """Empty the device's cache while no request holds anything. Its content goes to the tiers,
+        as far as they take it within so many seconds."""
+        if self._tiers is None:
+            self._cache.empty()
+            return
+        deadline = time.monotonic() + seconds
+        for node in self._cache.nodes():
+            self._tiers.saver.save(node, max(0.0, deadline - time.monotonic()))
+        with self._tiers.saver.silenced():
+            self._cache.empty()
+
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes of the tiers; empty without tiers."""
         if self._tiers is None:

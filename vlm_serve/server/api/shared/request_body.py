@@ -45,6 +45,14 @@ async def read_json(service: Service, request: Request, model: type[M]) -> M:
     return await read_request(service, request, model, lambda body: body)
 
 
+async def read_optional(service: Service, request: Request, model: type[M]) -> M:
+    """Return what `read_json` does, and the model's defaults for a request without a body."""
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return model()
+    return await read_json(service, request, model)
+
+
 async def read_request(
     service: Service, request: Request, model: type[M], use: Callable[[M], T]
 ) -> T:
