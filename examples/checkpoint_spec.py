@@ -330,10 +330,39 @@ LARGER_SPEC = replace(
 )
 """About 330M parameters, text only: steps are bound by reading weights."""
 
+_TEXT_SPEC = replace(BENCHMARK_SPEC, vision_depth=0, head_dim=64)
+
 BENCHMARK_SPECS = {
     "qwen3_5": BENCHMARK_SPEC,
     "qwen3_vl": replace(
         BENCHMARK_SPEC, family="qwen3_vl", intermediate_size=1600, deepstack_features=3
     ),
+    "lfm2": replace(
+        _TEXT_SPEC,
+        family="lfm2",
+        num_layers=12,
+        intermediate_size=1600,
+        full_attention_interval=3,
+        conv_kernel=3,
+    ),
+    "granitemoehybrid": replace(
+        _TEXT_SPEC,
+        family="granitemoehybrid",
+        pattern="MMM*MMM*",
+        intermediate_size=2368,
+        gdn_key_heads=1,
+        gdn_value_heads=16,
+        gdn_value_dim=64,
+    ),
+    "nemotron_h": replace(
+        _TEXT_SPEC,
+        family="nemotron_h",
+        num_layers=16,
+        pattern="M-M-M*-M-M-M*-M-",
+        intermediate_size=2880,
+        gdn_key_heads=8,
+        gdn_value_heads=16,
+        gdn_value_dim=64,
+    ),
 }
-"""Models of about that size, by family."""
+"""Models of about that size, by family; those of text alone are dense."""
