@@ -48,7 +48,7 @@ def fields(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_processor(path: Path, spec: CheckpointSpec) -> None:
-    """Write preprocessor_config.json and processor_config.json into `path`."""
+    """Write the files of the image processor, the video processor and the processor into `path`."""
     settings = {
         "image_processor_type": "GotOcr2ImageProcessor",
         "processor_class": "InternVLProcessor",
@@ -61,6 +61,11 @@ def write_processor(path: Path, spec: CheckpointSpec) -> None:
         "image_std": [0.229, 0.224, 0.225],
     }
     write_json(path / "preprocessor_config.json", settings)
+    videos = {
+        name: settings[name] for name in ("processor_class", "size", "image_mean", "image_std")
+    }
+    videos["video_processor_type"] = "InternVLVideoProcessor"
+    write_json(path / "video_preprocessor_config.json", videos)
     write_json(
         path / "processor_config.json",
         {"processor_class": "InternVLProcessor", "image_seq_length": _tile_tokens(spec)},

@@ -154,10 +154,9 @@ class Expander:
 
     def _add_span(self, out: Expansion, record: MediaRecord, item: int, patch: int) -> None:
         _, rows, columns = record.span(patch)
-        pad = self._vision.image_pad if record.modality == "image" else self._vision.video_pad
         start = len(out.token_ids)
         end = start + rows * columns // record.merge_size**2
-        out.token_ids += [pad] * (end - start)
+        out.token_ids += [self._pad(record)] * (end - start)
         out.spans.append(
             MediaSpan(
                 start=start,
@@ -172,6 +171,10 @@ class Expander:
                 time=self._time(record, patch),
             )
         )
+
+    def _pad(self, record: MediaRecord) -> int:
+        """Return the token that stands for a part of a medium."""
+        return self._vision.image_pad if record.modality == "image" else self._vision.video_pad
 
     def _time(self, record: MediaRecord, patch: int) -> float:
         """Return the positions between a video's first temporal patch and this one."""
@@ -452,15 +455,14 @@ class SliceExpander(Expander):
 
 class TileExpander(Expander):
     """An `Expander` for pictures in tiles, as transformers' `Lfm2VlProcessor`: each tile behind a
-    token that names its place, then the whole picture behind another one.
+    token that names its place, then the whole picture behind another one. Frames of videos are
+    pictures in lines of their own, as in `InternVLProcessor`.
 
     Args:
         tokenizer: the checkpoint's.
         vision: the checkpoint's tokens.
         thumbnail: show the whole picture behind its tiles.
     """
-
-    joins_text = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, vision: VisionTokens, *, thumbnail: bool) -> None:
         super().__init__(tokenizer, vision)
@@ -471,8 +473,18 @@ class TileExpander(Expander):
     ) -> tuple[torch.Tensor, float]:
         return mrope_positions(len(expansion.token_ids), ())
 
+    def _pad(self, record: MediaRecord) -> int:
+        return self._vision.image_pad
+
     def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
         family, slices = self._tokenizer.family, record.slices
+        if record.modality == "video":
+            around = (self._vision.vision_start, self._vision.vision_end)
+            for frame in range(len(record.hashes)):
+                self._add_text(out, text + family.timestamp.format(0, frame + 1))
+                self._add_between(out, around, record, item, frame)
+                text = "\n"
+            return
         assert not text and family.tile is not None and family.thumbnail is not None
         out.token_ids.append(self._vision.vision_start)
         for place in range(0 if slices is None else slices.count):
@@ -502,12 +514,15 @@ def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> Visio
             raise CheckpointError(f"{name} of the checkpoint is not a special token")
         return token_id
 
+    video = family.video_pad
+    if family.tile is not None and video not in tokenizer.special_tokens:
+        video = ""  # Its pictures do not need it.
     around = ("vision_start_token_id", "vision_end_token_id")
     if family.slice_start is not None:
         around = ("image_start_id", "image_end_id")
     return VisionTokens(
         image_pad=find("image_token_id", family.image_pad),
-        video_pad=find("video_token_id", family.video_pad),
+        video_pad=find("video_token_id", video),
         vision_start=find(around[0], family.vision_start),
         vision_end=find(around[1], family.vision_end),
     )

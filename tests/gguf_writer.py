@@ -31,6 +31,8 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "qwen2": "qwen2",
+    "qwen2_vl": "qwen2vl",
+    "qwen2_5_vl": "qwen2vl",
 }
 _NAMES = {
     "embed_tokens": "token_embd",
@@ -75,6 +77,15 @@ _VISION = {
     "linear_fc1": "fc1",
     "linear_fc2": "fc2",
     "norm": "norm",
+    # Of Qwen2-VL and Qwen2.5-VL.
+    "merger.ln_q": "v.post_ln",
+    "merger.mlp.0": "mm.0",
+    "merger.mlp.2": "mm.2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 _PREDICTOR = {
     "fc": "eh_proj",
@@ -118,6 +129,16 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     for file in checkpoint.glob("*.safetensors"):
         tensors |= load_file(file)
     return json.loads((checkpoint / "config.json").read_text()), tensors
+
+
+def with_published_windows(checkpoint: Path) -> Path:
+    """A checkpoint whose tower, if it is Qwen2.5-VL's, has the windows of the published ones, which
+    files do not name."""
+    config, _ = read(checkpoint)
+    if config["model_type"] == "qwen2_5_vl":
+        config["vision_config"]["window_size"] = 112
+        (checkpoint / "config.json").write_text(json.dumps(config))
+    return checkpoint
 
 
 def write_model(
@@ -206,27 +227,45 @@ def write_tower(
     writer.add_type("mmproj")
     writer.add_string("general.basename", checkpoint.name)
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type("qwen3vl_merger")
-    writer.add_vision_use_gelu(True)
-    side = round(vision["num_position_embeddings"] ** 0.5)
-    writer.add_vision_image_size(side * vision["patch_size"])
     writer.add_vision_patch_size(vision["patch_size"])
-    writer.add_vision_embedding_length(vision["hidden_size"])
-    writer.add_vision_feed_forward_length(vision["intermediate_size"])
+    # As in the converter: of Qwen2-VL's tower this is the decoder's width.
+    wide = vision.get("intermediate_size", vision["hidden_size"])
+    writer.add_vision_embedding_length(vision.get("embed_dim", vision["hidden_size"]))
+    writer.add_vision_feed_forward_length(wide)
     writer.add_vision_block_count(vision["depth"])
     writer.add_vision_head_count(vision["num_heads"])
-    writer.add_vision_projection_dim(vision["out_hidden_size"])
-    writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+    writer.add_vision_projection_dim(vision.get("out_hidden_size", vision["hidden_size"]))
     writer.add_vision_image_mean(preprocessor["image_mean"])
     writer.add_vision_image_std(preprocessor["image_std"])
-    if bounds:
-        writer.add_vision_min_pixels(preprocessor["size"]["shortest_edge"])
-        writer.add_vision_max_pixels(preprocessor["size"]["longest_edge"])
     features = vision.get("deepstack_visual_indexes", [])
-    writer.add_vision_is_deepstack_layers([i in features for i in range(vision["depth"])])
+    if config["model_type"] in ("qwen2_vl", "qwen2_5_vl"):
+        _rotary_tower(writer, vision, gated=config["model_type"] == "qwen2_5_vl")
+        size = {each: preprocessor[each] for each in ("min_pixels", "max_pixels")}
+    else:
+        writer.add_clip_projector_type("qwen3vl_merger")
+        writer.add_vision_use_gelu(True)
+        side = round(vision["num_position_embeddings"] ** 0.5)
+        writer.add_vision_image_size(side * vision["patch_size"])
+        writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+        writer.add_vision_is_deepstack_layers([i in features for i in range(vision["depth"])])
+        size = preprocessor["size"]
+    if bounds:
+        low, high = size.values()
+        writer.add_vision_min_pixels(low)
+        writer.add_vision_max_pixels(high)
     for name, values in vision_tensors(features, tensors):
         _add(writer, name, values, choice)
     return _close(writer, target)
+
+
+def _rotary_tower(writer: gguf.GGUFWriter, vision: Mapping[str, Any], *, gated: bool) -> None:
+    """What the files of Qwen2-VL's and Qwen2.5-VL's towers say: windows by their period alone."""
+    writer.add_clip_projector_type("qwen2.5vl_merger" if gated else "qwen2vl_merger")
+    writer.add_vision_image_size(560)
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    if gated:
+        writer.add_vision_use_silu(True)
+        writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
 
 
 def copy(source: Path, target: Path, change: Callable[[Any], tuple[Array, Kind]]) -> Path:
@@ -379,7 +418,7 @@ def text_tensors(
     text = config.get("text_config", config)
     experts: dict[str, dict[int, Array]] = {}
     for name, tensor in sorted(tensors.items()):
-        if ".visual." in name:
+        if ".visual." in f".{name}":
             continue
         own = name.replace("model.language_model.", "").removeprefix("model.")
         if own.startswith("mtp.layers.0."):
@@ -462,14 +501,17 @@ def vision_tensors(
 ) -> Iterator[tuple[str, Array]]:
     """The vision tower's tensors under the names of files."""
     for name, tensor in sorted(tensors.items()):
-        if ".visual." not in name:
+        if ".visual." not in f".{name}":
             continue
-        own, values = name.partition(".visual.")[2], _numbers(tensor)
+        own, values = name.rpartition("visual.")[2], _numbers(tensor)
         stem, _, end = own.rpartition(".")
         block = re.fullmatch(r"(blocks|deepstack_merger_list)\.(\d+)\.(.+)", stem)
         if own == "patch_embed.proj.weight":
             yield "v.patch_embd.weight", values[:, :, 0]
             yield "v.patch_embd.weight.1", values[:, :, 1]
+        elif ".attn.qkv." in own and name.startswith("visual."):
+            for part, third in zip("qkv", np.split(values, 3), strict=True):
+                yield f"v.blk.{own.split('.')[1]}.attn_{part}.{end}", third
         elif block and block[1] == "blocks":
             yield f"v.blk.{block[2]}.{_VISION[block[3]]}.{end}", values
         elif block:

@@ -13,6 +13,7 @@ from vlm_serve.preprocess.media.part_options import (
     image_options,
     slice_image_options,
     slice_video_options,
+    square_video_options,
     tile_image_options,
     video_options,
 )
@@ -28,6 +29,7 @@ from vlm_serve.preprocess.media.processors import (
     slice_video_config,
     square_side,
     square_tile_config,
+    square_video_config,
     tile_image_config,
     video_config,
 )
@@ -79,8 +81,9 @@ def find_processors(
     if family.tile == "":
         patch_size = square_side("patch_size", config["vision_config"].get("patch_size", 14))
         images = square_tile_config(directory, patch_size)
-        return Processor(images, tile_image_options, process_image) if images else None, None
-    if family.tile is not None:
+        videos = square_video_config(directory, patch_size)
+        read_image, read_video = tile_image_options, square_video_options
+    elif family.tile is not None:
         images, videos = tile_image_config(directory), None
         read_image, read_video = tile_image_options, slice_video_options
         factor = config.get("downsample_factor", 2)
@@ -102,7 +105,8 @@ def find_processors(
         images, videos = slice_image_config(directory, mode), slice_video_config(directory, mode)
         check_modes(config.get("downsample_mode", mode), images, videos)
         read_image, read_video = slice_image_options, slice_video_options
-    check_fit(config["vision_config"], images, videos)
+    if family.tile != "":  # Otherwise the sizes are those of config.json.
+        check_fit(config["vision_config"], images, videos)
     return (
         Processor(images, read_image, process_image) if images else None,
         Processor(videos, read_video, process_video) if videos else None,

@@ -21,6 +21,7 @@ from vlm_serve.preprocess.media.processors import (
     PixelConfig,
     SliceConfig,
     SliceVideoConfig,
+    SquareVideoConfig,
     VideoConfig,
 )
 from vlm_serve.preprocess.reading.conversation import MediaPart, Modality
@@ -168,6 +169,15 @@ def slice_video_options(part: MediaPart, config: SliceVideoConfig) -> SliceVideo
     return SliceVideoOptions(
         max_slices=_max_slices(part, config), merge_size=_merge_size(part, config), **sampled
     )
+
+
+def square_video_options(part: MediaPart, config: SquareVideoConfig) -> SliceVideoOptions:
+    """Read a video's options. Raises InvalidRequestError, naming the option at fault."""
+    _check_known(part, _SAMPLING)
+    sampled = _sampled(part, config.max_frames, config.sample_fps, config.sample_fps or 1.0)
+    if sampled["sample_fps"] is None and sampled["num_frames"] is None:
+        sampled["num_frames"] = config.num_frames
+    return SliceVideoOptions(max_slices=1, merge_size=config.downsample, **sampled)
 
 
 def _max_slices(part: MediaPart, config: SliceConfig) -> int:

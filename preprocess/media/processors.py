@@ -156,14 +156,11 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     raw = _video_fields(directory)
     if not raw:
         return None
-    num_frames = raw.get("num_frames")
-    fps = raw.get("fps", 2)
-    if fps is not None and num_frames is not None:
-        raise CheckpointError("the video processor config sets both fps and num_frames")
+    fps, num_frames = _sampling(raw, 2)
     return VideoConfig(
         **_shared_fields(raw, patch_size=16, mean=_HALF, std=_HALF),
         **_bounds(raw, 128 * 32 * 32, 32 * 32 * 768),
-        sample_fps=None if fps is None else float(fps),
+        sample_fps=fps,
         num_frames=num_frames,
         min_frames=int(raw.get("min_frames", 4)),
         max_frames=int(raw.get("max_frames", 768)),
@@ -181,14 +178,12 @@ def frame_video_config(
     raw = _video_fields(directory)
     if not raw:
         return None
-    fps, num_frames = raw.get("fps"), raw.get("num_frames")
-    if fps is not None and num_frames is not None:
-        raise CheckpointError("the video processor config sets both fps and num_frames")
+    fps, num_frames = _sampling(raw)
     sampled = bool(raw.get("do_sample_frames"))
     return FrameVideoConfig(
         **_shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD),
         **_bounds({} if pixels else raw, *(pixels or (128 * 28 * 28, 28 * 28 * 768))),
-        sample_fps=float(fps) if sampled and fps is not None else None,
+        sample_fps=fps if sampled else None,
         num_frames=num_frames,
         min_frames=int(raw.get("min_frames", 4)),
         max_frames=int(raw.get("max_frames", 768)),
@@ -196,6 +191,17 @@ def frame_video_config(
         cap_pixels_per_frame=bool(raw.get("cap_pixels_per_frame")),
         max_video_tokens=int(raw.get("max_video_tokens", 128000)),
     )
+
+
+def _sampling(
+    raw: Mapping[str, Any], default: float | None = None
+) -> tuple[float | None, int | None]:
+    """Return frames per second and the number of frames; one is None at least. Raises
+    CheckpointError."""
+    fps, num_frames = raw.get("fps", default), raw.get("num_frames")
+    if fps is not None and num_frames is not None:
+        raise CheckpointError("the video processor config sets both fps and num_frames")
+    return None if fps is None else float(fps), num_frames
 
 
 def _shared_fields(
@@ -387,6 +393,21 @@ class TileConfig(SliceConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SquareVideoConfig(TileConfig):
+    """Settings for videos, each of whose frames is squeezed into one tile (transformers'
+    `InternVLVideoProcessor`).
+
+    Attributes:
+        sample_fps, num_frames: as of `VideoConfig`; both None: every frame is taken.
+        max_frames: maximum number of frames of a video.
+    """
+
+    sample_fps: float | None
+    num_frames: int | None
+    max_frames: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FittedTileConfig(TileConfig):
     """Settings by which the whole picture keeps its shape, and only a large one is cut
     (transformers' `Lfm2VlImageProcessor`).
@@ -419,6 +440,35 @@ def square_tile_config(directory: Path | str, patch_size: int) -> TileConfig | N
     raw = _image_fields(directory)
     if not raw:
         return None
+    most, least = _size_field(raw, "max_patches", 12), _size_field(raw, "min_patches", 1)
+    fields = _square_fields(raw, directory, patch_size)
+    return TileConfig(**fields, max_slices=most, min_slices=least)
+
+
+def square_video_config(directory: Path | str, patch_size: int) -> SquareVideoConfig | None:
+    """Return the config of the video processor; see `square_tile_config`. As in transformers,
+    frames are sampled only if the file says so."""
+    raw = _video_fields(directory)
+    if not raw:
+        return None
+    for name in ("do_resize", "initial_shift"):
+        if raw.get(name, True) is not True:
+            raise _unsupported(name, raw[name], True)
+    fps, num_frames = _sampling(raw) if raw.get("do_sample_frames") else (None, None)
+    return SquareVideoConfig(
+        **_square_fields(raw, directory, patch_size),
+        max_slices=1,
+        min_slices=1,
+        sample_fps=fps,
+        num_frames=num_frames,
+        max_frames=_size_field(raw, "max_frames", 768),
+    )
+
+
+def _square_fields(
+    raw: Mapping[str, Any], directory: Path | str, patch_size: int
+) -> dict[str, Any]:
+    """Return the fields of `TileConfig` but the numbers of tiles."""
     size = raw.get("size") or {}
     side = square_side("size", [size.get("height", 384), size.get("width", 384)])
     if side % (2 * patch_size):
@@ -432,15 +482,14 @@ def square_tile_config(directory: Path | str, patch_size: int) -> TileConfig | N
         mean=_CLIP_MEAN,
         std=_CLIP_STD,
     )
-    return TileConfig(
-        **shared | {"temporal_patch_size": 1, "merge_size": 1},
-        max_slices=_size_field(raw, "max_patches", 12),
-        side=side,
-        downsample=2,
-        numbered=False,
-        min_slices=_size_field(raw, "min_patches", 1),
-        thumbnail=True,
-    )
+    return shared | {
+        "temporal_patch_size": 1,
+        "merge_size": 1,
+        "side": side,
+        "downsample": 2,
+        "numbered": False,
+        "thumbnail": True,
+    }
 
 
 def tile_image_config(directory: Path | str) -> FittedTileConfig | None:

@@ -23,8 +23,8 @@ class Family:
         image_pad, video_pad: the placeholder tokens, where the config names none; "": such media
             are not taken.
         vision_start, vision_end: the tokens around them, likewise.
-        timestamp: the text before a video's temporal patch, formatted with its seconds; "": none,
-            patches follow each other, and their positions tell the time.
+        timestamp: the text before a video's temporal patch, formatted with its seconds and its
+            number; "": none, patches follow each other, and their positions tell the time.
         position_rate: where positions tell it, the field of `vision_config`, or beside it, with the
             positions of a second, and its default; None: each patch is one position later than
             the one before.
@@ -121,9 +121,10 @@ LFM2_VL = Family(
 INTERNVL = replace(
     QWEN2,
     image_pad="<IMG_CONTEXT>",
-    video_pad="",
+    video_pad="<video>",
     vision_start="<img>",
     vision_end="</img>",
+    timestamp="Frame{1}: ",
     tile="",
     thumbnail="",
     positions="count",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.cli import main
 from vlm_serve.commands import plan as plan_command
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.steps.memory import default_cache_memory
 from vlm_serve.kernels import native_library
 from vlm_serve.kernels.native_library import UNMEASURED
 from vlm_serve.options.config import EngineConfig
@@ -106,6 +109,39 @@ def test_an_impossible_plan_says_what_to_change(capsys: pytest.CaptureFixture[st
     assert "cannot be split over 3 ranks" in capsys.readouterr().err
     assert main(["plan", "--model", str(DATA / "missing.json")]) == 1
     assert "missing.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_weights_that_may_change_are_counted_twice(
+    capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    """A table of embeddings may not stay in its file then: it has to be as it was read."""
+    flags = ("--device", "cpu", "--dtype", dtype)
+    assert main(["plan", "demo", *flags, "--allow-weight-updates", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    weights = plan["weights"]
+    assert plan["update_bytes"] == weights["in_memory"] > weights["projections"] + weights["table"]
+    assert not weights["table_in_file"]
+    assert main(["plan", "demo", *flags, "--allow-weight-updates"]) == 0
+    assert "\nother weights" in capsys.readouterr().out
+    config = EngineConfig(device="cpu", dtype=dtype, allow_weight_updates=True)
+    engine = Engine.from_checkpoint("demo", replace(config, cache_memory="16MiB"))
+    try:
+        assert engine.weights.in_memory == plan["update_bytes"]
+        assert any(name == "updates" for name, _ in engine.rows())
+    finally:
+        engine.close()
+    assert main(["plan", "demo", *flags, "--json"]) == 0
+    fixed = json.loads(capsys.readouterr().out)
+    assert not fixed["update_bytes"]
+
+
+def test_the_default_cache_leaves_room_for_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlm_serve.engine.steps.memory.free_host_memory", lambda: 1 << 30)
+    cpu = torch.device("cpu")
+    assert default_cache_memory(cpu, 2) == (1 << 28) // 2
+    assert default_cache_memory(cpu, 2, updates=1 << 28) == (1 << 27) // 2
+    assert default_cache_memory(cpu, 2, updates=1 << 30) == 0
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

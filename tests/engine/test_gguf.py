@@ -12,7 +12,7 @@ from checkpoint_spec import CheckpointSpec
 from families import FAMILIES
 from gguf import GGMLQuantizationType as Kind
 from gguf_blocks import decode
-from gguf_writer import WIDE, blocks, copy, write_model, write_tower
+from gguf_writer import WIDE, blocks, copy, with_published_windows, write_model, write_tower
 from guesses import Made, draft_freely, drafts_of
 from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
@@ -45,6 +45,8 @@ def answers(model: Path, *, sees: bool, **options: Any) -> list[tuple[list[int],
         ("qwen3_5", 0),
         ("qwen3_vl", 0),
         ("qwen2", 0),
+        ("qwen2_5_vl", 0),
+        pytest.param("qwen2_vl", 1, marks=pytest.mark.sweep),
         pytest.param("qwen3_5_moe", 0, marks=pytest.mark.sweep),
         pytest.param("qwen3_vl_moe", 0, marks=pytest.mark.sweep),
         pytest.param("qwen3_next", 0, marks=pytest.mark.sweep),
@@ -54,7 +56,7 @@ def answers(model: Path, *, sees: bool, **options: Any) -> list[tuple[list[int],
 def test_plain_numbers(family: str, place: int, tmp_path: Path) -> None:
     # Experts of another shape than the transposed one's, which would be read as it is.
     spec = replace(list(FAMILIES[family].values())[place], moe_intermediate_size=48)
-    checkpoint = make_checkpoint(tmp_path / "model", spec)
+    checkpoint = with_published_windows(make_checkpoint(tmp_path / "model", spec))
     model = write_model(checkpoint, tmp_path / "model.gguf")
     sees = spec.vision_depth > 0
     if sees:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.preprocess.identity.prompt import Prompt
-from vlm_serve.preprocess.media.processing import patch_indices
+from vlm_serve.preprocess.media.sampling import patch_indices
 from vlm_serve.preprocess.prepare import Preprocessor
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

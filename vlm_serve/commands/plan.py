@@ -29,6 +29,7 @@ from vlm_serve.engine.start.build import (
 from vlm_serve.engine.start.draft_start import with_drafts, with_mtp
 from vlm_serve.engine.start.machine_sizes import MachineSizes, with_machine
 from vlm_serve.engine.start.step_memory import planned_step_memory
+from vlm_serve.engine.start.weight_start import update_bytes
 from vlm_serve.engine.steps.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
@@ -141,7 +142,7 @@ def make(model: str, config: EngineConfig, device_memory: int | None = None) -> 
     here = device if beside is not None else torch.device("cpu")
     live = live_bytes(layout, config, types)
     cache_memory = config.cache_memory_bytes or default_cache_memory(
-        here, ranks, steps, live=live, free=beside
+        here, ranks, steps, live=live, free=beside, updates=update_bytes(config, weights)
     )
     memory = plan_memory(layout, config, types, cache_memory)
     return ServingPlan(
@@ -199,6 +200,7 @@ def _as_json(plan: ServingPlan) -> dict[str, Any]:
         "live_state_bytes": memory.live_state_bytes,
         "draft_update_bytes": memory.num_updates * memory.update_bytes,
         "embedding_bytes": plan.embedding_bytes,
+        "update_bytes": update_bytes(plan.config, plan.weights),
         "adapter_bytes": plan.adapter_bytes,
         "max_num_seqs": plan.config.max_num_seqs,
         "max_num_batched_tokens": plan.config.max_num_batched_tokens,
@@ -274,6 +276,8 @@ def _buckets(plan: ServingPlan) -> list[str]:
     if plan.adapter_bytes:
         count = len(plan.config.lora_modules)
         lines.append(_bucket("adapters", count, plan.adapter_bytes // count))
+    if plan.config.allow_weight_updates:
+        lines.append(_bound("other weights", update_bytes(plan.config, plan.weights)))
     lines.append(_bound("prompt logprobs", LOGPROB_CACHE_BYTES))
     return lines
 

@@ -10,6 +10,7 @@ from vlm_serve.engine.core.slicing import max_drafts
 from vlm_serve.engine.features.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.start.draft_start import why_off
 from vlm_serve.engine.start.parts import EngineParts
+from vlm_serve.engine.start.weight_start import update_bytes
 from vlm_serve.engine.steps.memory import LOGPROB_CACHE_BYTES
 from vlm_serve.engine.steps.ranks.start import slot_bytes
 from vlm_serve.engine.steps.step_sizes import CapturedRows
@@ -26,6 +27,8 @@ def engine_rows(parts: EngineParts) -> Iterator[tuple[str, str]]:
     if options.tensor_parallel_size > 1:
         yield "ranks", _ranks(parts)
     yield "weights", str(parts.weights)
+    if options.allow_weight_updates:
+        yield "updates", f"up to {format_size(update_bytes(options, parts.weights))} on top"
     if parts.spec.quantization is not None:
         yield "quantised", str(parts.spec.quantization)
     yield from parts.arithmetic.rows()

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -39,6 +39,20 @@ _Entry = tuple[int, int, str]
 
 Digests = dict[str, bytes]
 """Digests of tensors, 32 bytes each, by their names in the checkpoint."""
+
+
+class Origin(NamedTuple):
+    """What a model's weights were read from.
+
+    Attributes:
+        path: folder of a checkpoint.
+        tensors: in the place of those in its files, by their names there.
+        digests: of all of them.
+    """
+
+    path: Path = Path()
+    tensors: Mapping[str, torch.Tensor] = {}
+    digests: Digests = {}
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:

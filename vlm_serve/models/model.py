@@ -21,14 +21,13 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.tuning import fixed_steps
-from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.config import Changes
 from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.files import resolve_checkpoint
-from vlm_serve.models.identity import Digests, digests_of, fingerprint, tensor_digest
+from vlm_serve.models.identity import Origin, digests_of, fingerprint, tensor_digest
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
@@ -52,7 +51,7 @@ class Model:
         spec: the architecture.
         fingerprint: 32 bytes that identify the weights and the config.
         tower_fingerprint: the same of the vision tower's tensors alone, and of the whole config.
-        file_digests: of the tensors in the checkpoint's files.
+        origin: what its weights were read from; only the first rank keeps tensors.
         dtype: of activations and of everything else.
         device: of its weights and computation.
         compiled: whether compiled CPU code multiplies.
@@ -77,7 +76,7 @@ class Model:
     ) -> None:
         self.spec = spec
         self.fingerprint = self.tower_fingerprint = identity
-        self.file_digests = Digests()
+        self.origin = Origin()
         self.dtype = weights.compute_dtype
         self.device = weights.device
         self.compiled = weights.compiled
@@ -295,7 +294,8 @@ class Model:
         self._decoder, self._predictor = other._decoder, other._predictor
         self._vision, self.tower_names = other._vision, other.tower_names
         self.fingerprint, self.tower_fingerprint = other.fingerprint, other.tower_fingerprint
-        self.modules, self.file_digests = other.modules, other.file_digests
+        self.modules, self.quantised = other.modules, other.quantised
+        self.origin = other.origin
         self._caches, self._bound = other._caches, other._bound
         self._compiled_step, self._dropped_step = other._compiled_step, False
 
@@ -312,7 +312,7 @@ class Model:
         """Let go of all weights. No step may run until `take_weights` has brought others."""
         del self._decoder, self._predictor, self._vision
         self._dropped_step = self._compiled_step is not None
-        self.modules, self._bound, self._compiled_step = Modules(), (), None
+        self._bound, self._compiled_step = (), None
 
     def unbind(self) -> None:
         """Drop the pools of the last step; the next one binds its own."""
@@ -398,13 +398,12 @@ def load_model(
         keeps_files=keeps_files,
     )
     check_defaults(spec, weights)
-    in_files = digests_of(directory)
     given = {name: tensor_digest(name, tensor) for name, tensor in (tensors or {}).items()}
-    digests = in_files | given
+    digests = digests_of(directory) | given
     identity = partial(fingerprint, directory, spec.config, digests)
     model = Model(spec, weights, identity(), drafts=drafts, pooled=pooled)
     model.tower_fingerprint = identity(only=model.tower_names)
-    model.file_digests = in_files
+    model.origin = Origin(directory, {} if ranks.rank else tensors or {}, digests)
     weights.tell_unread()
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model

@@ -122,7 +122,6 @@ FAMILIES = {
         "InternVL3 1B to 78B, InternVL3.5 1B to 241B-A28B, as transformers saves them",
         _INTERNVL,
         "InternVLConfig",
-        media=("image",),
         state=False,
     ),
     "lfm2": _Text("LFM2 350M, 700M, 1.2B, 2.6B; LFM2.5 1.2B", _LFM2, "Lfm2Config"),

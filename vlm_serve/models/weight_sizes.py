@@ -241,6 +241,7 @@ def weight_bytes(
     quantised: Collection[str] | None = None,
     bits: int | None = None,
     head_rows: int | None = None,
+    keeps_files: bool = True,
 ) -> WeightBytes:
     """Return the sizes, to within one percent of a loaded model's.
 
@@ -258,9 +259,10 @@ def weight_bytes(
         bits: precision to which plain weights are quantised while they are loaded.
         head_rows: rows of the output projection that are loaded; 0: the identity takes its place;
             None: all.
+        keeps_files: whether a table may stay in its file; a copy is as whole as it is there.
     """
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
-    mapped = device.type == "cpu" and weights == spec.dtype and not _coded_table(spec)
+    whole = device.type == "cpu" and weights == spec.dtype and not _coded_table(spec)
     share = len(ranks.share(spec.vocab_size))
     known = _formats(spec.quantization, quantised, bits, compiled=compiled)
     prefix = "model.language_model." if spec.vision is not None else "model."
@@ -280,9 +282,9 @@ def weight_bytes(
         coded[_name(weights)] = sizes.projections - sum(coded.values())
     return WeightBytes(
         projections=sizes.projections,
-        table=sizes.table if mapped else sizes.table * share // spec.vocab_size,
+        table=sizes.table if whole else sizes.table * share // spec.vocab_size,
         others=sizes.others,
-        mapped=mapped,
+        mapped=whole and keeps_files,
         formats=tuple(coded.items()),
     )
 

@@ -134,7 +134,7 @@ class EngineConfig:
         aliases=("batch_invariant",),
     )
     allow_weight_updates: bool = _model(
-        False, "let weights change while the engine runs; on a CPU, plain weights on one rank"
+        False, "let weights change while the engine runs; on a CPU, from safetensors"
     )
     threads: int | None = _model(
         None, "CPU threads for the model", low=1, high=1024, default_text="torch's choice"

@@ -8,26 +8,35 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_spec import CheckpointSpec
 from conversation import picture, say
 from families import SPECS
+from gguf_writer import plain, write_model
 from make_checkpoint import make_checkpoint
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from sweeps import quick
 from waiting import wait_for
+from weight_updates import (
+    LONG,
+    TEXT,
+    ask,
+    begin,
+    both,
+    changing,
+    digest_of,
+    started,
+    tensors_of,
+    with_tensors,
+)
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.audits import Auditor
-from vlm_serve.engine.requests.outputs import CacheReport, Delta
 from vlm_serve.errors import ConfigError, InvalidRequestError
-from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.keys import WeightsIdentity
-from vlm_serve.sampling_params import SamplingParams
 
 KINDS = {
     "text, tied": SPECS["text, tied"],
@@ -37,90 +46,34 @@ KINDS = {
     "vl": SPECS["vl, tied, one feature, one kv head"],
     "no state": SPECS["attention alone, no state"],
     "mtp": replace(SPECS["text"], mtp=True),
+    "quantised at loading": SPECS["text"],
+    "codes of four bits at loading": SPECS["text, moe"],
+    "fp8": replace(SPECS["text, moe"], quantization="fp8"),
+    "gptq": replace(SPECS["text"], quantization="gptq"),
+    "awq": replace(SPECS["text"], quantization="awq"),
+    "nvfp4": replace(SPECS["text"], quantization="nvfp4-modelopt"),
 }
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "block_size": 16,
-    "cache_memory": "16MiB",
-    "speculative": "off",
+EXTRA: dict[str, dict[str, Any]] = {
+    "mtp": {"speculative": "mtp"},
+    "quantised at loading": {"quantization": "int8"},
+    "codes of four bits at loading": {"quantization": "int4", "quantized_activations": "int8"},
 }
-TEXT = "Tell me about the river, its boats, the people on them and what they carry to the sea. " * 2
-LONG = 400
-"""Tokens of an answer that an update surely finds running: it reads the weights first."""
+"""Options of the engine, by kind."""
 
 
-class Answer:
-    """Gathers one answer."""
+class Pair(NamedTuple):
+    """Two checkpoints, and the options of the engine that serves them."""
 
-    def __init__(self) -> None:
-        self.deltas: list[Delta] = []
-        self.done = threading.Event()
-
-    def push(self, delta: Delta) -> None:
-        self.deltas.append(delta)
-        if delta.finish_reason is not None:
-            self.done.set()
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return tuple(token for delta in self.deltas for token in delta.token_ids)
-
-    @property
-    def bits(self) -> list[Any]:
-        """Tokens with their log-probabilities."""
-        return [(delta.token_ids, delta.logprobs) for delta in self.deltas if delta.token_ids]
-
-    @property
-    def report(self) -> CacheReport:
-        report = self.deltas[-1].cache_report
-        assert report is not None
-        return report
-
-
-def begin(engine: Engine, content: Any = TEXT, tokens: int = 8, **fields: Any) -> Answer:
-    forced = fields.pop("forced", ())
-    answer, prompt = Answer(), fields.pop("prompt", None)
-    prompt = prompt or engine.preprocessor.prepare([say(content)])
-    params = SamplingParams(
-        max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=3, **fields
-    )
-    engine.submit(prompt, params, answer.push, forced=forced)
-    return answer
-
-
-def ask(engine: Engine, content: Any = TEXT, tokens: int = 8, **fields: Any) -> Answer:
-    answer = begin(engine, content, tokens, **fields)
-    assert answer.done.wait(120)
-    return answer
-
-
-def started(path: Path, **options: Any) -> Engine:
-    return Engine.from_checkpoint(str(path), EngineConfig(**OPTIONS | options))
-
-
-def changing(path: Path, **options: Any) -> Engine:
-    return started(path, allow_weight_updates=True, **options)
+    old: Path
+    new: Path
+    options: dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=quick(KINDS, 2))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Two checkpoints that differ in all weights, and in nothing else."""
-    return both(KINDS[request.param], tmp_path_factory.mktemp("pair"))
-
-
-def digest_of(engine: Engine) -> str:
-    assert engine.preprocessor.weights is not None
-    return engine.preprocessor.weights.whole.hex()
-
-
-def both(spec: CheckpointSpec, root: Path) -> list[Path]:
-    first = make_checkpoint(root / "first", spec)
-    second = make_checkpoint(root / "second", replace(spec, seed=spec.seed + 100))
-    for file in first.iterdir():  # the tokenizer has a seed too
-        if file.suffix != ".safetensors":
-            shutil.copy(file, second)
-    return [first, second]
+    old, new = both(KINDS[request.param], tmp_path_factory.mktemp("pair"))
+    return Pair(old, new, EXTRA.get(request.param, {}))
 
 
 @pytest.fixture(scope="module")
@@ -135,31 +88,14 @@ def engine(text: list[Path]) -> Iterator[Engine]:
     made.close()
 
 
-def with_tensors(source: Path, target: Path, changed: dict[str, torch.Tensor]) -> Path:
-    shutil.copytree(source, target)
-    for file in target.glob("*.safetensors"):
-        tensors = load_file(file)
-        save_file({name: changed.get(name, tensors[name]) for name in tensors}, file)
-    return target
-
-
-def tensors_of(path: Path, *ends: str) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        found |= {name: each for name, each in load_file(file).items() if name.endswith(ends)}
-    assert found
-    return found
-
-
 @pytest.mark.always
-def test_hits_are_those_of_a_cold_engine_and_going_back_hits(pair: list[Path]) -> None:
-    extra = {"speculative": "mtp"} if "mtp" in str(tensors_of(pair[0], "weight").keys()) else {}
-    engine = changing(pair[0], **extra)
+def test_hits_are_those_of_a_cold_engine_and_going_back_hits(pair: Pair) -> None:
+    engine = changing(pair.old, **pair.options)
     first = ask(engine)
-    identity = engine.update_weights(pair[1], version="two")
+    identity = engine.update_weights(pair.new, version="two")
     assert engine.weight_version == "two" and engine.preprocessor.weights == identity
     miss, hit = ask(engine), ask(engine)
-    cold = started(pair[1], **extra)
+    cold = started(pair.new, **pair.options)
     expected = ask(cold)
     assert cold.preprocessor.weights == identity
     assert cold.preprocessor.root_key() == engine.preprocessor.root_key()
@@ -167,7 +103,7 @@ def test_hits_are_those_of_a_cold_engine_and_going_back_hits(pair: list[Path]) -
     assert miss.bits == hit.bits == expected.bits != first.bits
     assert miss.report.weights == hit.report.weights == identity.whole.hex()
     assert expected.report.weights == "" and not hit.report.weight_changes
-    engine.update_weights(str(pair[0]))
+    engine.update_weights(str(pair.old))
     back = ask(engine)
     assert back.report.boundary > 0 and back.bits == first.bits
     assert engine.check()
@@ -186,6 +122,23 @@ def test_single_tensors_change_what_is_made_of_them(text: list[Path], tmp_path: 
         cold = started(path)
         assert cold.preprocessor.weights == identity
         assert ask(engine).bits == ask(engine).bits == ask(cold).bits
+        cold.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "gptq"])
+def test_tensors_of_codes_change_one_by_one(tmp_path: Path, kind: str) -> None:
+    """Codes without their scales are what such a file would hold."""
+    path, new = both(replace(SPECS["text"], quantization=kind), tmp_path)
+    engine = changing(path)
+    first = ask(engine)
+    for number, ends in enumerate((("scale_inv", "scales"), ("v_proj.weight", "v_proj.qweight"))):
+        part = tensors_of(new, *ends)
+        path = with_tensors(path, tmp_path / str(number), part)
+        identity = engine.update_weights(part.items())
+        cold = started(path)
+        assert cold.preprocessor.weights == identity
+        assert ask(engine).bits == ask(cold).bits != first.bits
         cold.close()
     engine.close()
 
@@ -267,20 +220,6 @@ def test_a_folder_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
         engine.update_weights(paths[1])
     assert ask(engine).bits == first.bits
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"quantization": "int8"}, "quantised weights"),
-        ({"lora_modules": ("a=/nowhere",)}, "nowhere|allow_weight_updates"),
-    ],
-)
-def test_engines_whose_weights_cannot_change(
-    text: list[Path], options: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(Exception, match=problem):
-        changing(text[0], **options)
 
 
 def test_prompts_from_before_an_update_get_its_keys(engine: Engine, text: list[Path]) -> None:
@@ -429,6 +368,11 @@ def test_pins_end_with_the_weights(engine: Engine, text: list[Path]) -> None:
     assert not engine.pins.listed()
 
 
-def test_a_gguf_file_is_refused_at_start(text: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="several ranks"):
-        changing(text[0], tensor_parallel_size=2)
+def test_a_gguf_file_is_refused(engine: Engine, text: list[Path], tmp_path: Path) -> None:
+    """Its tensors have no digests of their own."""
+    (tmp_path / "model").mkdir()
+    file = write_model(text[0], tmp_path / "model" / "model.gguf", plain)
+    with pytest.raises(ConfigError, match="not possible with GGUF files"):
+        changing(file)
+    with pytest.raises(InvalidRequestError, match="no safetensors"):
+        engine.update_weights(file.parent)

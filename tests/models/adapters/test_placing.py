@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import oracle
@@ -12,6 +13,7 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 from model_driver import text_sequence
 from peft_folders import adapted, random_adapter
+from safetensors.torch import load_file, save_file
 
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.adapters import Adapter, place, read_adapter
@@ -73,3 +75,24 @@ def test_rows_of_other_adapters_change_no_bit(tmp_path: Path, name: str, compile
         folder = random_adapter(path, tmp_path / str(seed), seed, only=only, rank=3 + 2 * seed)
         adapters.append(place(read_adapter(folder), model.modules))
     rows_alone_and_together(model, adapters, compiled=compiled)
+
+
+@pytest.mark.parametrize("inner", ["", "language_model."])
+def test_modules_of_a_thinker_named_as_in_the_whole_model(tmp_path: Path, inner: str) -> None:
+    """An adapter may be made for the thinker alone or for the model that speaks as well."""
+    path = make_checkpoint(tmp_path / "model", SPECS["omni"])
+    parts = ("language_model.layers.0.self_attn.", "visual.", "lm_head")
+    alone = random_adapter(path, tmp_path / "alone", 0, only=parts)
+    whole = tmp_path / "whole"
+    shutil.copytree(alone, whole)
+    tensors = {
+        name.replace(".model.", ".model.thinker.", 1)
+        .replace("language_model.", inner)
+        .replace(".model.visual.", ".visual."): tensor
+        for name, tensor in load_file(alone / "adapter_model.safetensors").items()
+    }
+    assert all(name.startswith("base_model.model.thinker.") for name in tensors)
+    save_file(tensors, whole / "adapter_model.safetensors")
+    model = load_model(path, torch.float32, "cpu")
+    found = [place(read_adapter(folder), model.modules) for folder in (alone, whole)]
+    assert found[0].digest == found[1].digest and found[0].vision_digest != ""

@@ -4,11 +4,13 @@ from."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_writer
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,7 @@ from gguf_writer import (
     read,
     split,
     text_tensors,
+    with_published_windows,
     write_model,
     write_tower,
     write_whole,
@@ -35,6 +38,8 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models import read_spec, resolve_checkpoint
 from vlm_serve.models.gguf.folder import gguf_files, open_tensors
 from vlm_serve.models.gguf.tensors import GgufTensors
+from vlm_serve.preprocess.media.media_processors import find_processors
+from vlm_serve.preprocess.text.family import QWEN2_5_VL
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 _CASES = [
@@ -67,18 +72,22 @@ def unfolded(checkpoint: Path) -> Path:
 
 @pytest.mark.parametrize("spec", _CASES)
 def test_every_tensor(spec: Any, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "model", spec)
+    checkpoint = with_published_windows(make_checkpoint(tmp_path / "model", spec))
     config, wanted = read(checkpoint)
     folder = unfolded(checkpoint)
     found = opened(folder)
     names, checked = set(found.names()), 0
-    for name, tensor in wanted.items():
+    for own, tensor in wanted.items():
+        name = own
+        if config["model_type"] in ("qwen2_vl", "qwen2_5_vl"):  # As transformers saves them.
+            name = re.sub(r"^model\.", "model.language_model.", own)
+            name = re.sub(r"^visual\.", "model.visual.", name)
         if name not in names:
             assert "experts" in name or "in_proj_" in name
             continue
-        own = found.tensor(name)
-        assert found.shape(name) == tuple(own.shape) == tuple(tensor.shape), name
-        assert torch.allclose(own.float(), tensor.float(), rtol=1e-6, atol=1e-7), name
+        loaded = found.tensor(name)
+        assert found.shape(name) == tuple(loaded.shape) == tuple(tensor.shape), name
+        assert torch.allclose(loaded.float(), tensor.float(), rtol=1e-6, atol=1e-7), name
         checked += 1
     assert checked > len(wanted) // 2
     theirs, ours = read_spec(checkpoint), read_spec(folder)
@@ -103,6 +112,44 @@ def test_a_draft_layer_alone_is_named(tmp_path: Path) -> None:
     file = write_model(checkpoint, tmp_path / "mtp-model.gguf")
     with pytest.raises(CheckpointError, match=r"mtp-model\.gguf holds the draft layer alone"):
         resolve_checkpoint(file)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_older_towers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older converters called the first products of feed-forwards their last ones."""
+    checkpoint = make_checkpoint(tmp_path / "model", next(iter(FAMILIES[family].values())))
+    model = write_model(checkpoint, tmp_path / "model.gguf")
+    tower = write_tower(checkpoint, tmp_path / "tower.gguf")
+    for name in ("mlp.fc1", "mlp.up_proj", "mlp.fc2", "mlp.down_proj"):
+        other = "ffn_down" if name in ("mlp.fc1", "mlp.up_proj") else "ffn_up"
+        monkeypatch.setitem(gguf_writer._VISION, name, other)
+    older = write_tower(checkpoint, tmp_path / "older.gguf")
+    assert older.read_bytes() != tower.read_bytes()
+    folders = [resolve_checkpoint(model, tower=str(each)) for each in (tower, older)]
+    configs, found = (
+        [read_spec(each).vision for each in folders],
+        [opened(each) for each in folders],
+    )
+    assert configs[0] == configs[1] and set(found[0].names()) == set(found[1].names())
+    for name in found[0].names():
+        assert torch.equal(found[0].tensor(name), found[1].tensor(name)), name
+
+
+def test_a_tower_whose_thirds_are_in_blocks(tmp_path: Path) -> None:
+    """Queries, keys and values are one weight here, and become numbers."""
+    checkpoint = make_checkpoint(tmp_path / "model", FAMILIES["qwen2_5_vl"]["vl of qwen2.5"])
+    model = write_model(checkpoint, tmp_path / "model.gguf")
+    tower = write_tower(checkpoint, tmp_path / "tower.gguf", blocks(Kind.Q8_0))
+    found = opened(resolve_checkpoint(model, tower=str(tower)))
+    wanted = {
+        each.name: decode(each.data, each.tensor_type) for each in gguf.GGUFReader(tower).tensors
+    }
+    name = "model.visual.blocks.1.attn.qkv.weight"
+    thirds = [torch.from_numpy(wanted[f"v.blk.1.attn_{part}.weight"]) for part in "qkv"]
+    assert (
+        torch.equal(found.tensor(name), torch.cat(thirds)) and f"{name}_Q8_0" not in found.names()
+    )
+    assert "model.visual.blocks.1.attn.proj.weight_Q8_0" in found.names()
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_vl_moe"])
@@ -172,6 +219,37 @@ def test_bounds_of_pictures(bounds: bool, tmp_path: Path) -> None:
     )
     published = {"shortest_edge": 65536, "longest_edge": 16777216}
     assert own != published and found == (own if bounds else published)
+
+
+def test_means_of_pictures(tmp_path: Path) -> None:
+    """They are the checkpoint's in float32, in which pixels are computed."""
+    checkpoint = make_checkpoint(tmp_path / "model")
+    file = checkpoint / "preprocessor_config.json"
+    mean = [0.48145466, 0.4578275, 0.40821073]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": mean}))
+    model = write_model(checkpoint, tmp_path / "model.gguf")
+    write_tower(checkpoint, tmp_path / "mmproj.gguf")
+    found = json.loads((resolve_checkpoint(model) / file.name).read_text())
+    assert np.array_equal(np.array(found["image_mean"], np.float32), np.array(mean, np.float32))
+
+
+def test_media_of_a_tower_without_settings(tmp_path: Path) -> None:
+    """Pictures and videos are those of the published Qwen2.5-VL, times of videos too."""
+    checkpoint = make_checkpoint(tmp_path / "model", FAMILIES["qwen2_5_vl"]["vl of qwen2.5"])
+    write_tower(checkpoint, tmp_path / "mmproj.gguf", bounds=False)
+    folder = resolve_checkpoint(write_model(checkpoint, tmp_path / "model.gguf"))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vision_config"]["tokens_per_second"] == 2
+    published = tmp_path / "published"
+    published.mkdir()
+    file = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    fields = file | {"min_pixels": 3136, "max_pixels": 12845056}
+    for name in ("image_mean", "image_std"):  # A file holds them as float32.
+        fields[name] = [float(str(np.float32(value))) for value in fields[name]]
+    (published / "preprocessor_config.json").write_text(json.dumps(fields))
+    ours, theirs = (find_processors(each, config, QWEN2_5_VL) for each in (folder, published))
+    for own, their in zip(ours, theirs, strict=True):
+        assert own is not None and their is not None and own.config == their.config
 
 
 def test_sampling_defaults(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.identity.prompt import Prompt
-from vlm_serve.preprocess.media.processing import grid_indices
+from vlm_serve.preprocess.media.sampling import grid_indices
 from vlm_serve.preprocess.prepare import Preprocessor
 
 

@@ -27,7 +27,6 @@ from vlm_serve.preprocess.media.processing import (
     image_size,
     process_image,
     process_video,
-    uniform_indices,
     video_size,
 )
 from vlm_serve.preprocess.media.processors import (
@@ -38,6 +37,7 @@ from vlm_serve.preprocess.media.processors import (
     image_config,
     video_config,
 )
+from vlm_serve.preprocess.media.sampling import uniform_indices
 from vlm_serve.system.stopping import Stop
 
 LIMITS = MediaLimits()

@@ -1,5 +1,5 @@
-"""Pictures in squares without tokens around them: tokens, pixels, positions, the model's logits and
-its answers are those of transformers."""
+"""Pictures in squares without tokens around them, and videos whose frames are one square each:
+tokens, pixels, positions, the model's logits and its answers are those of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import media_reference
 import oracle
 import pytest
 import torch
-from conversation import Messages, build, picture, say
+from conversation import Messages, build, clip, frames, picture, record, say
 from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_
@@ -56,6 +56,10 @@ def conversations(photographs: Path) -> dict[str, Messages]:
             {"role": "assistant", "content": "A cat."},
             say("c", pictures[2]),
         ],
+        "video": [say("This is a recording: ", clip(frames(5, 37, 90)), "What?")],
+        "videos and pictures": [
+            say(clip(frames(1, 5, 500)), pictures[0], clip(frames(1, 64, 64)), "a", pictures[3]),
+        ],
     }
 
 
@@ -85,9 +89,63 @@ def test_equal_to_transformers(path: Path, tiled: Preprocessor, photographs: Pat
     assert {0, 1, 3, 5} <= found, "some are seen whole, others cut"
 
 
+@pytest.mark.parametrize("count", [1, 7, 24])
+@pytest.mark.parametrize("option", ["num_frames", "fps"])
+def test_sampled_videos(
+    path: Path, tiled: Preprocessor, tmp_path: Path, option: str, count: int
+) -> None:
+    file = tmp_path / "clip.mp4"
+    record(file, frames(24, 30, 50), 8)
+    kwargs: dict[str, Any] = {option: count if option == "num_frames" else count / 3}
+    messages = [say("x", clip(str(file)), "What?")]
+    expected = media_reference.inputs(
+        path, messages, processor_kwargs={"do_sample_frames": True, **kwargs}
+    )
+    prompt = tiled.prepare(messages, mm_processor_kwargs=kwargs)
+    assert_equal(prompt, expected)
+    assert len(prompt.spans) == count
+
+
+@pytest.mark.parametrize("kind", [{"num_frames": 6}, {"fps": 2.0}])
+def test_a_files_own_sampling(path: Path, tmp_path: Path, kind: dict[str, Any]) -> None:
+    """Frames are sampled if the file says so."""
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "video_preprocessor_config.json"
+    fields = json.loads(config.read_text()) | {"do_sample_frames": True, **kind}
+    config.write_text(json.dumps(fields))
+    video = tmp_path / "clip.mp4"
+    record(video, frames(24, 30, 50), 8)
+    messages = [say("x", clip(str(video)), "What?")]
+    made = build(tmp_path)
+    assert_equal(made.prepare(messages), media_reference.inputs(tmp_path, messages))
+    made.close()
+    assert processor_fingerprint(tmp_path) != processor_fingerprint(path)
+
+
+def test_options_of_slices_are_none_of_videos(tiled: Preprocessor) -> None:
+    with pytest.raises(InvalidRequestError, match="max_slice_nums is not an option for videos"):
+        tiled.prepare([say(clip(frames(3), max_slice_nums=2))])
+    with pytest.raises(InvalidRequestError, match="800 frames of the video are over the limit"):
+        tiled.prepare([say(clip(frames(800, 4, 4)))])
+    assert len(tiled.prepare([say(clip(frames(800, 4, 4), num_frames=6))]).spans) == 6
+
+
+def test_without_a_token_for_videos(path: Path, tmp_path: Path) -> None:
+    """Pictures are taken all the same."""
+    for file in path.iterdir():
+        text = file.read_bytes().replace(b"<video>", b"<other>")
+        (tmp_path / file.name).write_bytes(text if file.suffix == ".json" else file.read_bytes())
+    made = build(tmp_path)
+    assert len(made.prepare([say(picture(Image.new("RGB", (32, 32))))]).spans) == 1
+    with pytest.raises(InvalidRequestError, match="does not place the images and videos"):
+        made.prepare([say(clip(frames(3)))])
+    made.close()
+
+
 def test_logits_and_greedy_tokens(path: Path, tiled: Preprocessor, photographs: Path) -> None:
     model = load_model(path, torch.float32, "cpu")
-    for name in ("text", str(SIZES[0]), "two pictures"):
+    for name in ("text", str(SIZES[0]), "two pictures", "video", "videos and pictures"):
         messages = conversations(photographs)[name]
         inputs, prompt = media_reference.inputs(path, messages), tiled.prepare(messages)
         media = []
@@ -139,12 +197,6 @@ def test_one_request_may_leave_out_tiles(
     assert_equal(tiled.prepare(changed), expected)
 
 
-def test_videos_are_refused(tiled: Preprocessor) -> None:
-    video = {"type": "video", "video": [Image.new("RGB", (32, 32))] * 4}
-    with pytest.raises(InvalidRequestError, match="takes no videos"):
-        tiled.prepare([{"role": "user", "content": [video]}])
-
-
 def test_cuts_are_those_of_transformers() -> None:
     from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
@@ -168,12 +220,15 @@ def test_cuts_are_those_of_transformers() -> None:
         ("preprocessor", {"size": {"height": 40, "width": 40}}, "size 40 is no multiple of a"),
         ("preprocessor", {"max_patches": 0}, "max_patches of the processor config must be a posi"),
         ("processor", {"image_seq_length": 8}, "image_seq_length 8 of the processor config"),
+        ("video_preprocessor", {"initial_shift": 0}, "initial_shift 0 of the processor config"),
+        ("video_preprocessor", {"do_resize": False}, "do_resize False of the processor config"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(
     path: Path, tmp_path: Path, file: str, changes: dict[str, Any], complaint: str
 ) -> None:
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+    names = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+    for name in ("config.json", *names):
         (tmp_path / name).write_bytes((path / name).read_bytes())
     before = processor_fingerprint(tmp_path)
     changed = tmp_path / "preprocessor_config.json"

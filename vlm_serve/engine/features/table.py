@@ -14,6 +14,7 @@ from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
+from vlm_serve.engine.features.adapters.store import AdapterStore
 from vlm_serve.engine.features.adapters.waiting import AdapterWaiting
 from vlm_serve.engine.features.cache_log import CacheLog
 from vlm_serve.engine.features.drafts.base import Drafter
@@ -48,6 +49,7 @@ class Options:
         never_drafted: tokens that are never drafted.
         slots: slots of adapters; None: no request has one.
         weights: reads other weights; None: they do not change.
+        adapters: of the engine, beside these.
     """
 
     config: SchedulerConfig
@@ -58,6 +60,7 @@ class Options:
     never_drafted: frozenset[int] = frozenset()
     slots: AdapterSlots | None = None
     weights: WeightReader | None = None
+    adapters: AdapterStore | None = None
 
 
 class FeatureRow(NamedTuple):
@@ -143,7 +146,8 @@ def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
 
 
 def _weights(scheduler: Scheduler, options: Options) -> WeightUpdates | None:
-    return None if options.weights is None else WeightUpdates(scheduler, options.weights)
+    reader, adapters = options.weights, options.adapters
+    return None if reader is None else WeightUpdates(scheduler, reader, adapters)
 
 
 def _pause(scheduler: Scheduler, options: Options) -> Pause | None:

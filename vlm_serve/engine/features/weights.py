@@ -7,13 +7,16 @@ begun starts again under keys that name the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from vlm_serve.engine.core.hooks import Admission, Loop
 from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.features.adapters.store import AdapterStore
+from vlm_serve.engine.features.new_weights import Call, NewWeights
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.models import Model
@@ -26,40 +29,32 @@ from vlm_serve.preprocess.text.tokenizer import read_json
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors by their names in a checkpoint's files."""
-Loaded = tuple[Model, Callable[[], None]]
-"""A model that is bound to the pools of the one that is served, and what notes that it is."""
 
 
 class WeightReader:
     """Reads a model like the one that is served. Not thread-safe.
 
     Args:
-        model: the one that is served.
-        path: folder of its checkpoint.
-        load: loads a model of the same spec and types from a folder, with tensors in the place of
-            some in its files.
+        new: reads the weights.
         check_room: raises ConfigError if this machine has no room for a second model.
+
+    Attributes:
+        new: see above.
+        model: the one that is served.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        path: Path,
-        load: Callable[[Path, Mapping[str, torch.Tensor]], Model],
-        check_room: Callable[[], None],
-    ) -> None:
-        self.model = model
-        self._load = load
+    def __init__(self, new: NewWeights, check_room: Callable[[], None]) -> None:
+        self.new, self.model = new, new.model
         self._check_room = check_room
-        self._path, self._digests = path, model.file_digests
+        path = self.model.origin.path
         # The folder of an update may have no config, and may be deleted after it.
         self._config, self._config_digest = read_json(path / "config.json"), config_digest(path)
-        self._tensors: dict[str, torch.Tensor] = {}
 
-    def from_folder(self, path: Path, below: Path | None = None) -> Loaded:
+    def from_folder(self, path: Path, call: Call, below: Path | None = None) -> Model:
         """Load all weights of a folder.
 
         Args:
+            call: runs a function between two steps.
             path: has tensors of the same names and shapes; a config.json in it has to be equal.
             below: a folder out of which no link may lead; None: links are followed.
 
@@ -75,27 +70,28 @@ class WeightReader:
         self._check_config(path)
         if with_stored_head(self.model.spec, path) != self.model.spec:
             raise CheckpointError(
-                "it has an output projection of its own, but the served weights use their embeddings"
+                "it has an output projection of its own, but the served weights use embeddings"
             )
-        return self._loaded(path, {})
+        return self._loaded(path, {}, call)
 
-    def from_tensors(self, tensors: Tensors) -> Loaded:
+    def from_tensors(self, tensors: Tensors, call: Call) -> Model:
         """Load the weights that are served with other tensors in the place of some, as
         `from_folder` does. They are copied: later updates of others need them."""
         given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         if not given:
             raise InvalidRequestError("an update needs tensors")
         self._check_files()
-        return self._loaded(self._path, self._tensors | given)
+        path, kept, _ = self.model.origin
+        return self._loaded(path, {**kept, **given}, call)
 
-    def again(self) -> Loaded:
+    def again(self, call: Call) -> Model:
         """Load the weights that are served once more. Raise as `check_kept` does."""
         self.check_kept()
-        return self._loaded(self._path, {})
+        return self._loaded(self.model.origin.path, {}, call)
 
     def check_kept(self) -> None:
         """Raise CheckpointError if the files no longer hold the weights that are served."""
-        if self._tensors:
+        if self.model.origin.tensors:
             raise CheckpointError(
                 "these weights came from memory, from which they cannot be read again: update from "
                 "a folder, or keep them"
@@ -103,23 +99,19 @@ class WeightReader:
         self._check_files()
 
     def _check_files(self) -> None:
-        if digests_of(self._path) != self._digests:
+        path, kept, digests = self.model.origin
+        if digests_of(path) | {name: digests[name] for name in kept} != digests:
             raise CheckpointError(
-                f"the files of {self._path} have changed since they were read: update from a folder"
+                f"the files of {path} have changed since they were read: update from a folder"
             )
 
-    def _loaded(self, path: Path, tensors: dict[str, torch.Tensor]) -> Loaded:
+    def _loaded(self, path: Path, tensors: dict[str, torch.Tensor], call: Call) -> Model:
         self._check_room()
         digests = digests_of(path)
-        model = self._load(path, tensors)
+        model = self.new.read(path, tensors, call)
         if digests_of(path) != digests:
             raise CheckpointError(f"the files of {path} have changed while they were read")
-        model.bind_like(self.model)
-
-        def note() -> None:
-            self._path, self._tensors, self._digests = path, tensors, digests
-
-        return model, note
+        return model
 
     def _check_config(self, path: Path) -> None:
         """Compare a folder's config.json, if there is one, with the config that is served."""
@@ -142,11 +134,15 @@ class WeightUpdates:
     Args:
         scheduler: of the engine.
         reader: reads the weights.
+        adapters: of the engine, which stay; None: it has none.
     """
 
-    def __init__(self, scheduler: Scheduler, reader: WeightReader) -> None:
+    def __init__(
+        self, scheduler: Scheduler, reader: WeightReader, adapters: AdapterStore | None
+    ) -> None:
         self._scheduler = scheduler
         self._reader = reader
+        self._adapters = adapters
 
     def attach(self, loop: Loop) -> None:
         """Know the requests that have not ended."""
@@ -179,21 +175,21 @@ class WeightUpdates:
         """Let go of the weights, while no step runs. `read_again` and `update` bring some."""
         self._reader.model.drop_weights()
 
-    def read_again(self, call: Callable[[Callable[[], None]], None]) -> None:
+    def read_again(self, call: Call) -> None:
         """Read the weights that were let go, on this thread.
 
         Raises InvalidRequestError if their files have changed, or if there is no room for them.
         """
         try:
-            model, _ = self._reader.again()
+            model = self._reader.again(call)
         except (CheckpointError, ConfigError) as error:
             raise InvalidRequestError(error.message) from error
-        call(lambda: self._reader.model.take_weights(model))
+        call(lambda: self._reader.new.take(model))
 
     def update(
         self,
         source: str | Path | Tensors,
-        call: Callable[[Callable[[], None]], None],
+        call: Call,
         *,
         abort: bool = False,
         below: Path | None = None,
@@ -212,14 +208,19 @@ class WeightUpdates:
         """
         try:
             if isinstance(source, str | Path):
-                model, note = self._reader.from_folder(Path(source), below)
+                model = self._reader.from_folder(Path(source), call, below)
             else:
-                model, note = self._reader.from_tensors(source)
-            call(lambda: self._swap(model, abort=abort))
-            note()
+                model = self._reader.from_tensors(source, call)
+            call(lambda: self._swap_beside_adapters(model, abort=abort))
             return self.identity
         except (CheckpointError, ConfigError) as error:
             raise InvalidRequestError(error.message, param="model_path") from error
+        finally:
+            self._reader.new.drop(call)
+
+    def _swap_beside_adapters(self, model: Model, *, abort: bool) -> None:
+        with self._adapters.kept_by(model.origin.digests) if self._adapters else nullcontext():
+            self._swap(model, abort=abort)
 
     def _swap(self, model: Model, *, abort: bool) -> None:
         """Change the weights between two steps.
@@ -241,7 +242,7 @@ class WeightUpdates:
         for group in groups:
             for sequence in group.sequences if group.request.cold else ():
                 queues.media.discard(sequence)
-        self._reader.model.take_weights(model)
+        self._reader.new.take(model)
         for group in groups:
             group.rekey(self.identity)
             for tell in hooks.on_rekeyed:

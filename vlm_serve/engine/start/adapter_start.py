@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from vlm_serve.engine.features.adapters.options import LoRA, changed_experts, named_adapters
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
@@ -17,6 +18,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import AdapterFile, read_adapter
 from vlm_serve.models.adapters.compatibility import check_base, check_files
+from vlm_serve.models.identity import Digests
 from vlm_serve.options.config import EngineConfig
 
 
@@ -38,7 +40,8 @@ def make_adapters(
         max_rank=config.max_lora_rank,
         experts=changed_experts(config),
         dtype=factors_dtype(config),
-        checked=partial(_check, source, config.chat_template),
+        checked=partial(_check, model, source.path, config.chat_template),
+        digests=lambda: model.origin.digests,
     )
     for lora in named_adapters(config):
         with _named(lora):
@@ -50,12 +53,14 @@ def make_adapters(
     return store, slots
 
 
-def _check(source: ModelSource, template: str | None, file: AdapterFile) -> None:
-    """Compare what an adapter's folder has of its model. Raises CheckpointError."""
-    if not source.keeps_files:
-        raise CheckpointError("adapters cannot be used with allow_weight_updates")
-    check_files(source.path, file.path, template=template)
-    check_base(source.path, file, tied=source.spec.tied_embeddings)
+def _check(model: Model, path: Path, template: str | None, file: AdapterFile) -> Digests:
+    """Compare what an adapter's folder has of its model, and return the digests of the tensors
+    among that. Raises CheckpointError."""
+    check_files(path, file.path, template=template)
+    origin, tied = model.origin, model.spec.tied_embeddings
+    copied = check_base(origin.path, file, tied=tied, tensors=origin.tensors)
+    # The digests of a GGUF file name no tensors; such weights do not change.
+    return {name: origin.digests[name] for name in copied & origin.digests.keys()}
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from vlm_serve.engine.start.kernel_check import check_at_start
 from vlm_serve.engine.start.machine_sizes import MachineSizes, with_machine, with_step_target
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.engine.start.step_memory import reported_tokens, try_steps
-from vlm_serve.engine.start.weight_start import make_reader
+from vlm_serve.engine.start.weight_start import make_reader, update_bytes
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.memory import (
     EMBEDDING_CACHE_BYTES,
@@ -183,8 +183,18 @@ def _assemble(
     spec, types, size = source.spec, source.arithmetic.types, config.tensor_parallel_size
     steps = try_steps(source, model, config, with_graphs=with_graphs)
     live = live_bytes(loaded.layout, config, types)
+    weights = weights_in_memory(
+        spec,
+        config,
+        source.arithmetic,
+        source.device,
+        compiled=source.compiled,
+        mtp=source.drafts,
+        quantised=model.quantised,
+    )
+    updates = update_bytes(config, weights)
     cache_memory = config.cache_memory_bytes or default_cache_memory(
-        source.device, size, steps, live=live
+        source.device, size, steps, live=live, updates=updates
     )
     memory = plan_memory(loaded.layout, config, types, cache_memory)
     check_pools(memory, size, source.device)
@@ -241,15 +251,6 @@ def _assemble(
     tokenizer = preprocessor.tokenizer
     limits = _scheduler_config(config, spec, source)
     scheduler = Scheduler(cache, media, limits)
-    weights = weights_in_memory(
-        spec,
-        config,
-        source.arithmetic,
-        source.device,
-        compiled=source.compiled,
-        mtp=source.drafts,
-        quantised=model.quantised,
-    )
     options = Options(
         limits,
         fetcher=fetcher,
@@ -258,7 +259,8 @@ def _assemble(
         pass_costs=pass_costs,
         never_drafted=preprocessor.media_token_ids,
         slots=slots,
-        weights=make_reader(source, model, config, weights),
+        weights=make_reader(source, model, loaded.processes, config, updates),
+        adapters=adapters,
     )
     return EngineParts(
         config=_decided(config, source, graphs=bool(graphs.steps)),
@@ -392,6 +394,7 @@ def weights_in_memory(
         quantised=quantised,
         bits=arithmetic.bits,
         head_rows=head_rows(config, spec),
+        keeps_files=not config.allow_weight_updates,
     )
 
 

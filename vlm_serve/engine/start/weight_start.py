@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import torch
-
+from vlm_serve.engine.features.new_weights import NewWeights
 from vlm_serve.engine.features.weights import WeightReader
 from vlm_serve.engine.steps.memory import free_host_memory
+from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import Model
@@ -21,9 +18,14 @@ from vlm_serve.options.declared import format_size
 
 
 def make_reader(
-    source: ModelSource, model: Model, config: EngineConfig, weights: WeightBytes
+    source: ModelSource,
+    model: Model,
+    processes: RankProcesses | None,
+    config: EngineConfig,
+    needed: int,
 ) -> WeightReader | None:
-    """Return what reads other weights; None: the options do not allow it.
+    """Return what reads other weights; None: the options do not allow it. `needed`: bytes of a
+    rank's other weights.
 
     Raises ConfigError if such weights, or such an engine, cannot be updated.
     """
@@ -31,21 +33,21 @@ def make_reader(
         return None
     unsupported = {
         "a GPU": source.device.type != "cpu",
-        "several ranks": config.tensor_parallel_size > 1,
         "GGUF files": gguf_files(source.path) is not None,
-        "quantised weights": bool(model.quantised) or source.arithmetic.bits is not None,
     }
     for what, found in unsupported.items():
         if found:
             raise ConfigError(
                 f"allow_weight_updates is not possible with {what}", param="allow_weight_updates"
             )
-    needed = weights.projections + weights.table + weights.others
-    return WeightReader(model, source.path, partial(_load, source), partial(_check_room, needed))
+    ask = partial(processes.ask, seconds=config.stall_timeout) if processes else None
+    new = NewWeights(model, partial(source.load_beside, model), ask)
+    return WeightReader(new, partial(_check_room, needed * config.tensor_parallel_size))
 
 
-def _load(source: ModelSource, path: Path, tensors: Mapping[str, torch.Tensor]) -> Model:
-    return replace(source, path=path).load(spec=source.spec, tensors=tensors)
+def update_bytes(config: EngineConfig, weights: WeightBytes) -> int:
+    """Return what each rank needs beside everything else while its weights change: a second set."""
+    return weights.in_memory if config.allow_weight_updates else 0
 
 
 def _check_room(needed: int) -> None:

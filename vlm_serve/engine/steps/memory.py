@@ -189,10 +189,12 @@ def default_cache_memory(
     *,
     live: int = 0,
     free: int | None = None,
+    updates: int = 0,
 ) -> int:
     """Return the default cache memory of one rank.
 
-    On a CPU this is its share of a quarter of the free memory, at most 4 GiB. On a GPU it is 95 %
+    On a CPU this is its share of a quarter of the memory that is free beside the second set of
+    weights that updates need, at most 4 GiB. On a GPU it is 95 %
     of the memory that is free there beside the measured steps and the live states; 85 % without
     measurements.
 
@@ -202,13 +204,15 @@ def default_cache_memory(
         steps: what steps take, on a GPU.
         live: bytes of `live_bytes`.
         free: bytes that are free on an absent GPU; None: asked.
+        updates: bytes of a rank's second set of weights.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] if free is None else free
         if steps is None:
             return max(0, int((free - live) * RANKS_SHARE))
         return max(0, int((free - steps.total - live) * GPU_SHARE))
-    return min(CPU_CEILING, free_host_memory() // CPU_SHARE) // ranks
+    beside = max(0, free_host_memory() - updates * ranks)
+    return min(CPU_CEILING, beside // CPU_SHARE) // ranks
 
 
 def check_pools(memory: MemoryPlan, ranks: int, device: torch.device) -> None:

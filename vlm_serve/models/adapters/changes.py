@@ -368,7 +368,8 @@ def module_of(name: str) -> str:
 
 
 def unprefixed(name: str) -> str:
-    """Return a name without what classes put in front of it."""
+    """Return a name without what classes put in front of it: in Qwen3-Omni the thinker, too."""
+    name = name.removeprefix("thinker.")
     return name.removeprefix(next((prefix for prefix in _PREFIXES if name.startswith(prefix)), ""))
 
 

@@ -20,7 +20,7 @@ import torch
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.adapters.changes import unprefixed
 from vlm_serve.models.adapters.folder import WEIGHTS_FILE, AdapterFile, shown
-from vlm_serve.models.files import SafetensorsFile, TensorFile, open_files
+from vlm_serve.models.files import SafetensorsFile, TensorFile, TensorsInMemory, open_files
 from vlm_serve.preprocess.text.family import QWEN2, QWEN3_5, Family, family_of
 from vlm_serve.preprocess.text.template import named_chat_template
 from vlm_serve.preprocess.text.tokenizer import read_json
@@ -308,7 +308,13 @@ def _family_in(checkpoint: Path) -> Family:
     return family_of(str(read_json(checkpoint / "config.json").get("model_type", "")))
 
 
-def check_base(checkpoint: Path, file: AdapterFile, *, tied: bool) -> None:
+def check_base(
+    checkpoint: Path,
+    file: AdapterFile,
+    *,
+    tied: bool,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> frozenset[str]:
     """Compare tensors of an adapter's file that are no factors with the model's.
 
     Types may differ: equal as rounded to one of both types is equal.
@@ -317,15 +323,20 @@ def check_base(checkpoint: Path, file: AdapterFile, *, tied: bool) -> None:
         checkpoint: of the model.
         file: the adapter.
         tied: whether the model's output projection is its table of embeddings.
+        tensors: in the place of those in the checkpoint's files, by their names there.
+
+    Returns:
+        The model's tensors of which the adapter has copies, by their names in the files.
 
     Raises:
         CheckpointError: one is not the model's, or the model's is quantised.
     """
+    copied = set[str]()
     if not file.base:
-        return
+        return frozenset()
     stored = SafetensorsFile(file.path / WEIGHTS_FILE)
     known: dict[str, dict[str, tuple[TensorFile, str]]] = defaultdict(dict)
-    for weights in open_files(checkpoint):
+    for weights in (*open_files(checkpoint), TensorsInMemory(tensors or {})):
         for name in weights.names():
             module, _, kind = unprefixed(name).rpartition(".")
             known[module][kind] = weights, name
@@ -347,6 +358,8 @@ def check_base(checkpoint: Path, file: AdapterFile, *, tied: bool) -> None:
                 f"{name} differs from the model's tensor: an adapter that changes the model's own "
                 "weights is not supported"
             )
+        copied.add(models.source(full))
+    return frozenset(copied)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

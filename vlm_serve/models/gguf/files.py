@@ -13,7 +13,7 @@ from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
 from vlm_serve.models.gguf.reader import GgufFile, Metadata
 from vlm_serve.models.gguf.tensors import TOWER
 from vlm_serve.models.gguf.text_config import architecture_of
-from vlm_serve.models.gguf.vision import projector_of
+from vlm_serve.models.gguf.vision import fitting_projectors, projector_of
 
 SUFFIX = ".gguf"
 NO_TOWER = "none"
@@ -140,7 +140,12 @@ def _tower_for(model: Path) -> Path | None:
         return None
     hidden = metadata.size(f"{name}.embedding_length")
     opened = {tower: Metadata(GgufFile(tower).metadata, tower.name) for tower in towers}
-    fitting = [tower for tower, tower_metadata in opened.items() if _fits(tower_metadata, hidden)]
+    known = fitting_projectors(kind.kind)
+    fitting = [
+        tower
+        for tower, own in opened.items()
+        if projector_of(own) in known and own.count("clip.vision.projection_dim") == hidden
+    ]
     alike = [tower for tower in fitting if _basename(opened[tower]) == _basename(metadata)]
     alone = len(_firsts(files)) == 1
     chosen = alike or (fitting if alone else [])
@@ -150,10 +155,6 @@ def _tower_for(model: Path) -> Path | None:
     nearest = min(chosen, key=lambda tower: (_rank(tower), tower.name.lower()))
     _log.info("the vision tower of %s is %s, which lies beside it", model.name, nearest.name)
     return nearest
-
-
-def _fits(tower: Metadata, hidden: int) -> bool:
-    return bool(projector_of(tower)) and tower.count("clip.vision.projection_dim") == hidden
 
 
 def _basename(metadata: Metadata) -> str:

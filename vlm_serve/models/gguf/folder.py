@@ -22,8 +22,8 @@ from vlm_serve.models.gguf.tensors import TOWER, GgufTensors, TensorRecipe, Text
 from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_config
 from vlm_serve.models.gguf.vision import (
     inner_tower,
+    joined_thirds,
     processors,
-    projector_of,
     vision_config,
     vision_tensors,
     with_sources,
@@ -131,9 +131,9 @@ class _Model:
         self._vision: dict[str, Any] | None = None
         self._tower_files: list[GgufFile] = []
         if files.tower is not None:
-            self._tower_files = [GgufFile(files.tower)]
-            values, sources = self._tower_files[0].metadata, dict[str, list[str]]()
-            self._tower_tensors, file = self._tower_files[0].tensors, files.tower.name
+            self._tower_files, file = [GgufFile(files.tower)], files.tower.name
+            values = self._tower_files[0].metadata
+            self._tower_tensors, sources = joined_thirds(self._tower_files[0].tensors)
         elif not files.blind and any(tensor.startswith(TOWER) for tensor in every):
             self._tower_files, file = self._parts, first.path.name
             values, self._tower_tensors, sources = inner_tower(first.metadata, every, name, file)
@@ -143,11 +143,6 @@ class _Model:
 
     def _vision_of(self, tower: Metadata) -> dict[str, Any]:
         name = self._metadata.name
-        if projector_of(tower) in ("qwen2vl_merger", "qwen2.5vl_merger"):
-            raise CheckpointError(
-                f"{tower.name} is a tower of Qwen2-VL's, which is not read from GGUF files: take "
-                "the model's folder of safetensors, or its text alone with --mmproj none"
-            )
         if not self._kind.sees:
             raise CheckpointError(f"{name} is a model of text, {tower.name} has no use")
         config = vision_config(tower, self._tower_tensors, self._kind.kind)
@@ -167,9 +162,8 @@ class _Model:
                 shape = self._text["vocab_size"], self._text["hidden_size"]
                 found["lm_head.weight"] = TensorRecipe(head.source, shape, labels=self._answers)
         if self._vision is not None:
-            features = self._vision["deepstack_visual_indexes"]
             tower = vision_tensors(
-                self._tower_tensors, features, "model.visual.", self._tower_metadata.name
+                self._tower_metadata, self._tower_tensors, self._vision, "model.visual."
             )
             named = {name: with_sources(recipe, self._sources) for name, recipe in tower.items()}
             for file in self._tower_files:
@@ -198,9 +192,10 @@ class _Model:
         if self._vision is None:
             config = {"model_type": self._kind.text_kind, **text}
         else:
+            kind = self._vision["model_type"].removesuffix("_vision")
             config = {
-                "model_type": self._kind.kind,
-                "text_config": {"model_type": f"{self._kind.kind}_text", **text},
+                "model_type": kind,
+                "text_config": {"model_type": f"{kind}_text", **text},
                 "vision_config": self._vision,
                 "tie_word_embeddings": text["tie_word_embeddings"],
             }

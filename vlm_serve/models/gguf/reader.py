@@ -169,7 +169,7 @@ class Cursor:
         if kind not in _NUMBERS:
             raise self.damaged(f"{field} has the unknown type {kind}")
         value: int | float | bool = self.number(_NUMBERS[kind], field)
-        return _shortest(value) if kind == 6 else value
+        return shortest(value) if kind == 6 else value
 
     def _array(self, field: str) -> list[str] | np.ndarray[Any, Any]:
         kind, count = self.number("I", field), self.number("Q", field)
@@ -190,7 +190,7 @@ class Cursor:
         return CheckpointError(f"{self._name} is damaged: {how}")
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """Return the number with the fewest digits that is this float32: 1e-06, not 9.99999997e-07."""
     return float(str(np.float32(value)))
 

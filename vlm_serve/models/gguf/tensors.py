@@ -94,6 +94,11 @@ class TensorRecipe:
     others: tuple[str, ...] = ()
     labels: tuple[int, ...] = ()
 
+    @property
+    def plain(self) -> bool:
+        """Return True if blocks become numbers, as those of rows from several tensors do."""
+        return bool(self.labels) or self.change == "rows"
+
 
 def blocks_of(weight: str, kind: BlockType) -> str:
     """Return the name of a weight's blocks."""
@@ -133,7 +138,7 @@ class GgufTensors:
             for name, recipe in tensors.items():
                 self._recipes[name] = file, recipe
                 kind = file.tensors[recipe.source].type
-                if kind.quantised and not recipe.labels:
+                if kind.quantised and not recipe.plain:
                     self._coded[blocks_of(name, kind)] = name
                     if recipe.columns is not None:
                         self._columns[columns_of(name)] = name
@@ -168,12 +173,13 @@ class GgufTensors:
             file, recipe = self._recipes[self._coded[name]]
             return _chosen(file.blocks(recipe.source), recipe)
         file, recipe = self._recipes[name]
-        return _changed(file, recipe, [self._files[name].numbers(name) for name in recipe.others])
+        others = (TensorRecipe(each, ()) for each in recipe.others)
+        return _changed(file, recipe, [_numbers(self._files[own.source], own) for own in others])
 
 
 def types_of(file: GgufFile, tensors: Mapping[str, TensorRecipe]) -> dict[str, BlockType]:
     """Return the types of the weights in blocks."""
-    coded = {name: recipe.source for name, recipe in tensors.items() if not recipe.labels}
+    coded = {name: recipe.source for name, recipe in tensors.items() if not recipe.plain}
     kinds = {name: file.tensors[source].type for name, source in coded.items()}
     for name, kind in kinds.items():
         if kind.quantised and (len(tensors[name].shape) != 2 or tensors[name].others):
@@ -191,12 +197,16 @@ def _chosen(whole: torch.Tensor, recipe: TensorRecipe) -> torch.Tensor:
     return whole if recipe.rows is None else whole[recipe.rows()]
 
 
-def _changed(file: GgufFile, recipe: TensorRecipe, others: list[torch.Tensor]) -> torch.Tensor:
+def _numbers(file: GgufFile, recipe: TensorRecipe) -> torch.Tensor:
+    """Return a source's numbers as they are in the file."""
     kind = file.tensors[recipe.source].type
     if kind.quantised:
-        values = _values(_chosen(file.blocks(recipe.source), recipe), kind)
-    else:
-        values = _chosen(file.numbers(recipe.source), recipe)
+        return _values(_chosen(file.blocks(recipe.source), recipe), kind)
+    return _chosen(file.numbers(recipe.source), recipe)
+
+
+def _changed(file: GgufFile, recipe: TensorRecipe, others: list[torch.Tensor]) -> torch.Tensor:
+    values = _numbers(file, recipe)
     if recipe.columns is not None:
         values = values[:, recipe.columns()]
     if recipe.change == "less one":

@@ -60,8 +60,8 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", "qwen3"),
     "qwen3moe": Architecture("qwen3_moe", "qwen3_moe", experts=True),
     "qwen2": Architecture("qwen2", "qwen2"),
-    # Without a tower positions are those of text.
-    "qwen2vl": Architecture("qwen2", "qwen2"),
+    # Its tower tells Qwen2.5-VL from Qwen2-VL. Without one positions are those of text.
+    "qwen2vl": Architecture("qwen2_vl", "qwen2"),
 }
 """By `general.architecture`."""
 
@@ -228,7 +228,7 @@ def _rope(section: Metadata, name: str, head_dim: int) -> dict[str, Any]:
         section.expect("rope.dimension_count", head_dim)
     sections = section.numbers("rope.dimension_sections")
     if sections is not None:
-        fields |= {"mrope_section": sections[:3], "mrope_interleaved": True}
+        fields |= {"mrope_section": sections[:3], "mrope_interleaved": name != "qwen2vl"}
     scaling = section.text("rope.scaling.type", "none")
     if scaling == "yarn":
         fields |= _yarn(section)

@@ -2,48 +2,73 @@
 and the names that its tensors have in a checkpoint.
 
 An mmproj file has few settings of processors: the others are those that are published with every
-Qwen3-VL and Qwen3.5.
+Qwen2-VL, Qwen3-VL and Qwen3.5.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.reader import Metadata, Value
+from vlm_serve.models.gguf.reader import Metadata, Value, shortest
 from vlm_serve.models.gguf.tensors import TOWER, TensorRecipe
 from vlm_serve.models.gguf.text_config import Tensors, check_layers, check_sizes
 
 PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The kernels of both frames of a temporal patch."""
+_DOWN = "v.blk.0.ffn_down.weight"
 _MERGE_SIZE = 2
-_IMAGE_PIXELS = 65536, 16777216
+_IMAGE_PIXELS, _ROTARY_PIXELS = (65536, 16777216), (3136, 12845056)
 _VIDEO_PIXELS = 4096, 25165824
 _MEAN = _STD = [0.5, 0.5, 0.5]
+_WINDOW, _SECOND = 112, 2
+"""Pixels per side of a window and positions of a second of video in every published Qwen2.5-VL; its
+files name neither."""
 _BLOCK = re.compile(r"v\.(blk|deepstack)\.(\d{1,6})\.(\w+)\.(weight|bias)")
-_WHOLE = {
-    "v.patch_embd.bias": "patch_embed.proj.bias",
-    "v.position_embd.weight": "pos_embed.weight",
-    "v.post_ln.weight": "merger.norm.weight",
-    "v.post_ln.bias": "merger.norm.bias",
-    "mm.0.weight": "merger.linear_fc1.weight",
-    "mm.0.bias": "merger.linear_fc1.bias",
-    "mm.2.weight": "merger.linear_fc2.weight",
-    "mm.2.bias": "merger.linear_fc2.bias",
+_SHARED = {"attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2"}
+_MERGER = {"v.post_ln": "merger.ln_q", "mm.0": "merger.mlp.0", "mm.2": "merger.mlp.2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """A kind of tower: names in the checkpoint of its `whole` tensors and of those of a `layer`.
+
+    Attributes:
+        kind: `model_type` of models with positions by rotation alone; "": positions are learned,
+            and the architecture tells the type.
+    """
+
+    whole: Mapping[str, str]
+    layer: Mapping[str, str]
+    kind: str = ""
+
+
+PROJECTORS = {
+    "qwen3vl_merger": Projector(
+        {
+            "v.patch_embd": "patch_embed.proj",
+            "v.position_embd": "pos_embed",
+            "v.post_ln": "merger.norm",
+            "mm.0": "merger.linear_fc1",
+            "mm.2": "merger.linear_fc2",
+        },
+        _SHARED | {"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+    ),
+    "qwen2vl_merger": Projector(
+        _MERGER, _SHARED | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, "qwen2_vl"
+    ),
+    "qwen2.5vl_merger": Projector(
+        _MERGER,
+        _SHARED | {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+        "qwen2_5_vl",
+    ),
 }
-_LAYER = {
-    "attn_qkv": "attn.qkv",
-    "attn_out": "attn.proj",
-    "ln1": "norm1",
-    "ln2": "norm2",
-    "ffn_up": "mlp.linear_fc1",
-    "ffn_down": "mlp.linear_fc2",
-}
+"""By the name in a file."""
 _NAMES = {
     ".patch_embed.": ".patch_embd.",
     ".pos_embed.": ".position_embd.",
@@ -79,24 +104,29 @@ def projector_of(metadata: Metadata) -> str:
     return metadata.text(key if key in metadata else "clip.projector_type", "")
 
 
+def fitting_projectors(kind: str) -> list[str]:
+    """Return the kinds of towers of an architecture whose model type is `kind`."""
+    return [name for name, each in PROJECTORS.items() if bool(each.kind) == (kind == "qwen2_vl")]
+
+
 def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, Any]:
     """Return the fields of a vision tower.
 
     Args:
-        kind: the whole model's `model_type`.
+        kind: the architecture's `model_type` with a tower.
 
     Raises:
         CheckpointError: it is a tower of another kind, or a key is missing or unsupported.
     """
-    projector = projector_of(metadata)
-    if projector != "qwen3vl_merger":
+    projector, known = projector_of(metadata), fitting_projectors(kind)
+    if projector not in known:
         problem = (
             f"the vision tower of another kind, {projector!r}" if projector else "no vision tower"
         )
-        raise CheckpointError(f"{metadata.name} is {problem}; only 'qwen3vl_merger' is supported")
-    tower = metadata.section("clip.vision.")
-    metadata.expect("clip.use_silu", False)
-    for name in (*PATCHES, "v.position_embd.weight"):
+        only = " and ".join(map(repr, known))
+        raise CheckpointError(f"{metadata.name} is {problem}; only {only} is supported")
+    tower, own = metadata.section("clip.vision."), PROJECTORS[projector].kind
+    for name in (*PATCHES, _DOWN if own else "v.position_embd.weight"):
         if name not in tensors:
             raise CheckpointError(f"{metadata.name} has no tensor {name}")
     kernel = tensors[PATCHES[0]].shape
@@ -110,22 +140,65 @@ def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, 
             f"{list(kernel)}"
         )
     config = {
-        "model_type": f"{kind}_vision",
+        "model_type": f"{own or kind}_vision",
         "depth": depth,
         "hidden_size": tower.size("embedding_length"),
-        "intermediate_size": tower.size("feed_forward_length"),
         "num_heads": tower.size("attention.head_count"),
         "in_channels": kernel[1],
         "patch_size": side,
         "spatial_merge_size": tower.size("spatial_merge_size", _MERGE_SIZE),
         "temporal_patch_size": len(PATCHES),
         "out_hidden_size": tower.size("projection_dim"),
-        "num_position_embeddings": tensors["v.position_embd.weight"].shape[0],
-        "hidden_act": "gelu_pytorch_tanh",
-        "deepstack_visual_indexes": deepstack(metadata, depth),
     }
+    if own:
+        config |= _rotary(metadata, tensors, config, gated=own == "qwen2_5_vl")
+    else:
+        metadata.expect("clip.use_silu", False)
+        config |= {
+            "intermediate_size": tower.size("feed_forward_length"),
+            "num_position_embeddings": tensors["v.position_embd.weight"].shape[0],
+            "hidden_act": "gelu_pytorch_tanh",
+            "deepstack_visual_indexes": deepstack(metadata, depth),
+        }
     check_sizes(config, tensors, metadata.name)
-    return config
+    return config if own != "qwen2_5_vl" else config | _windows(metadata, depth)
+
+
+def _rotary(
+    metadata: Metadata, tensors: Tensors, config: dict[str, Any], *, gated: bool
+) -> dict[str, Any]:
+    """Return the further fields of a tower with positions by rotation alone. Feed-forwards are as
+    wide as their tensors: the converter writes the decoder's width for Qwen2-VL's."""
+    metadata.expect("clip.use_gelu", False)
+    metadata.expect("clip.use_silu", gated)
+    wide = tensors[_DOWN].shape[0 if _is_older(tensors) else -1]
+    if gated:
+        return {"intermediate_size": wide, "hidden_act": "silu"}
+    return {
+        "embed_dim": config["hidden_size"],
+        "hidden_size": config["out_hidden_size"],
+        "mlp_ratio": wide // config["hidden_size"],
+        "hidden_act": "quick_gelu",
+    }
+
+
+def _windows(metadata: Metadata, depth: int) -> dict[str, Any]:
+    """Return the fields of windows and times: the last layer of each period attends to the whole
+    picture."""
+    tower = metadata.section("clip.vision.")
+    period = tower.size("n_wa_pattern")
+    return {
+        "window_size": tower.size("window_size", _WINDOW),
+        "fullatt_block_indexes": list(range(period - 1, depth, period)),
+        "tokens_per_second": _SECOND,
+    }
+
+
+def _is_older(tensors: Tensors) -> bool:
+    """Return True if feed-forwards' first products are called their last ones: older converters of
+    Qwen2-VL's towers did that."""
+    down, hidden = tensors[_DOWN].shape, tensors[PATCHES[0]].shape[0]
+    return down[-1] == hidden != down[0]
 
 
 def deepstack(metadata: Metadata, depth: int) -> list[int]:
@@ -159,12 +232,13 @@ def processors(metadata: Metadata, vision: dict[str, Any]) -> dict[str, dict[str
         "temporal_patch_size": vision["temporal_patch_size"],
         "merge_size": vision["spatial_merge_size"],
     }
-    low, high = _IMAGE_PIXELS
+    rotary = bool(PROJECTORS[projector_of(metadata)].kind)
+    low, high = _ROTARY_PIXELS if rotary else _IMAGE_PIXELS
     images = tower.size("image_min_pixels", low), tower.size("image_max_pixels", high)
-    return {
-        "preprocessor_config.json": shared | {"size": _bounds(images)},
-        "video_preprocessor_config.json": shared | {"size": _bounds(_VIDEO_PIXELS)},
-    }
+    files = {"preprocessor_config.json": shared | {"size": _bounds(images)}}
+    if not rotary:  # Published Qwen2-VL have one file for both.
+        files["video_preprocessor_config.json"] = shared | {"size": _bounds(_VIDEO_PIXELS)}
+    return files
 
 
 def _bounds(pixels: tuple[int, int]) -> dict[str, int]:
@@ -175,30 +249,37 @@ def _channels(section: Metadata, key: str, default: list[float]) -> list[float]:
     values = section.numbers(key)
     if values is None:
         return default
-    numbers = [float(f"{value:.7g}") for value in values if isinstance(value, float)]
+    numbers = [shortest(value) for value in values if isinstance(value, float)]
     if len(numbers) != len(default) or not all(0 <= number < 1e6 for number in numbers):
         raise CheckpointError(f"clip.vision.{key} in {section.name} must be three numbers")
     return numbers
 
 
 def vision_tensors(
-    tensors: Tensors, features: Sequence[int], prefix: str, file: str
+    metadata: Metadata, tensors: Tensors, vision: dict[str, Any], prefix: str
 ) -> dict[str, TensorRecipe]:
     """Return every tensor by its name.
 
     Args:
-        features: layers with features for the decoder.
+        metadata, tensors: of the file.
+        vision: its `vision_config`.
         prefix: of names in the checkpoint.
-        file: name of the file, for messages.
 
     Raises:
         CheckpointError: a tensor that such a tower does not have.
     """
+    projector, file = PROJECTORS[projector_of(metadata)], metadata.name
+    layer = dict(projector.layer)
+    if projector.kind and _is_older(tensors):
+        layer |= {"ffn_up": layer["ffn_down"], "ffn_down": layer["ffn_up"]}
+    features: Sequence[int] = vision.get("deepstack_visual_indexes", ())
     recipes: dict[str, TensorRecipe] = {}
     for name, entry in tensors.items():
         if name in PATCHES:
             continue
-        target = _WHOLE.get(name) or _of_layer(name, features)
+        stem, _, end = name.rpartition(".")
+        whole = projector.whole.get(stem)
+        target = f"{whole}.{end}" if whole else _of_layer(name, layer, features)
         if target is None:
             raise CheckpointError(f"{file} has a tensor {name}, which such towers do not have")
         recipes[prefix + target] = TensorRecipe(name, entry.shape)
@@ -210,6 +291,22 @@ def vision_tensors(
         PATCHES[0], shape, change="frames", others=(PATCHES[1],)
     )
     return recipes
+
+
+def joined_thirds(tensors: Tensors) -> tuple[Tensors, dict[str, list[str]]]:
+    """Return a tower's tensors with queries, keys and values in one, and the names in the file of
+    those that make up each."""
+    joined: Tensors = {}
+    sources: dict[str, list[str]] = {}
+    for name, entry in tensors.items():
+        target, shape, every = name, entry.shape, [name]
+        match = _THIRD.fullmatch(name)
+        thirds = [f"{match[1]}{third}{match[2]}" for third in "qkv"] if match else []
+        if match and all(third in tensors for third in thirds):
+            every = thirds
+            target, shape = f"{match[1]}qkv{match[2]}", (3 * shape[0], *shape[1:])
+        joined[target], sources[target] = replace(entry, shape=shape), every
+    return joined, sources
 
 
 def inner_tower(
@@ -227,23 +324,18 @@ def inner_tower(
     features = own.numbers("deepstack_visual_indexes") or []
     renamed: Tensors = {}
     sources: dict[str, list[str]] = {}
-    for source, entry in tensors.items():
+    joined, every = joined_thirds(tensors)
+    for source, entry in joined.items():
         target = _INNER.sub(lambda part: _NAMES[part[0]], source)
-        shape, every = entry.shape, [source]
         if match := _INNER_FEATURES.match(target):
             place = dict(enumerate(features)).get(int(match[1]), match[1])
             target = f"v.deepstack.{place}.{target[match.end() :]}"
-        match = _THIRD.fullmatch(target)
-        thirds = [f"{match[1]}{third}{match[2]}" for third in "qkv"] if match else []
-        if match and all(third in tensors for third in thirds):
-            every = thirds
-            target, shape = f"{match[1]}qkv{match[2]}", (3 * shape[0], *shape[1:])
-        if source == _INNER_PATCHES and len(shape) == 4:
-            channels = own.size("num_channels", 3)
-            shape = (shape[0] // channels, channels, *shape[2:])
-            renamed[PATCHES[1]] = replace(entry, shape=shape)
+        if source == _INNER_PATCHES and len(entry.shape) == 4:
+            channels, shape = own.size("num_channels", 3), entry.shape
+            entry = replace(entry, shape=(shape[0] // channels, channels, *shape[2:]))
+            renamed[PATCHES[1]] = entry
         if target.startswith(TOWER):
-            renamed[target], sources[target] = replace(entry, shape=shape), every
+            renamed[target], sources[target] = entry, every[source]
     kept = {key.replace(f"{name}.vision.", "clip.vision."): value for key, value in values.items()}
     for key, other in _KEYS.items():
         if other in renamed or other in kept:
@@ -266,13 +358,13 @@ def with_sources(recipe: TensorRecipe, sources: Mapping[str, list[str]]) -> Tens
     return replace(recipe, source=first, others=tuple(named))
 
 
-def _of_layer(name: str, features: Sequence[int]) -> str | None:
+def _of_layer(name: str, layer: Mapping[str, str], features: Sequence[int]) -> str | None:
     match = _BLOCK.fullmatch(name)
     if match is None:
         return None
     kind, index, base, end = match[1], int(match[2]), match[3], match[4]
     if kind == "blk":
-        return f"blocks.{index}.{_LAYER[base]}.{end}" if base in _LAYER else None
+        return f"blocks.{index}.{layer[base]}.{end}" if base in layer else None
     if base not in _FEATURES or index not in features:
         return None
     return f"deepstack_merger_list.{features.index(index)}.{_FEATURES[base]}.{end}"

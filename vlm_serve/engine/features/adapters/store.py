@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.models.adapters import Adapter, AdapterFile, Modules, place, read_adapter
 from vlm_serve.models.adapters.folder import FILES
+from vlm_serve.models.identity import Digests
 from vlm_serve.options.declared import format_size
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.system.opened_files import files_below
@@ -36,6 +37,7 @@ class ServedAdapter:
         loaded_at: Unix time in seconds.
         users: requests that have not ended.
         leaving: it is being unloaded: no request may begin.
+        copied: digests of the model's tensors of which its folder has copies, by their names.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ServedAdapter:
     loaded_at: int = field(default_factory=lambda: int(time.time()))
     users: int = 0
     leaving: bool = False
+    copied: Digests = field(default_factory=Digests)
 
     @property
     def identity(self) -> AdapterIdentity:
@@ -59,7 +62,9 @@ class AdapterStore:
         max_rank: of adapters that may be loaded.
         experts: projections of routed experts that adapters may change.
         dtype: of factors in memory; None: as stored.
-        checked: compares what an adapter's folder has of its model; raises CheckpointError.
+        checked: compares what an adapter's folder has of its model, and returns the digests of the
+            tensors among that; raises CheckpointError.
+        digests: returns those of the model's tensors.
     """
 
     def __init__(
@@ -69,13 +74,15 @@ class AdapterStore:
         max_rank: int,
         experts: tuple[str, ...] = (),
         dtype: torch.dtype | None = None,
-        checked: Callable[[AdapterFile], None] = lambda _: None,
+        checked: Callable[[AdapterFile], Digests] = lambda _: {},
+        digests: Callable[[], Digests] = Digests,
     ) -> None:
         self._modules = modules
         self._max_rank = max_rank
         self._experts = experts
         self._dtype = dtype
         self._checked = checked
+        self._digests = digests
         self._changed = threading.Condition()
         self._by_name: dict[str, ServedAdapter] = {}
 
@@ -100,22 +107,39 @@ class AdapterStore:
         folder = source.parent if name else source
         opened = None if below is None else files_below(below, folder, [name] if name else FILES)
         with opened or nullcontext(folder) as path:
-            adapter = self._read(path / name)
+            adapter, copied = self._read(path / name)
         with self._changed:
             self._check_free(wanted.name, taken)
             known = self.with_digest(adapter.digest)
-            served = ServedAdapter(wanted.name, str(wanted.path), known or adapter)
+            served = ServedAdapter(wanted.name, str(wanted.path), known or adapter, copied=copied)
+            _check_copies(served, self._digests())
             self._by_name[wanted.name] = served
         return served
 
-    def _read(self, path: str | Path) -> Adapter:
+    @contextmanager
+    def kept_by(self, digests: Digests) -> Iterator[None]:
+        """Let no adapter come while weights change in the block.
+
+        Args:
+            digests: of the tensors that the model is to have.
+
+        Raises:
+            CheckpointError: an adapter has a copy of a tensor that would change: a start with the
+                new weights would refuse it.
+        """
+        with self._changed:
+            for served in self._by_name.values():
+                _check_copies(served, digests)
+            yield
+
+    def _read(self, path: str | Path) -> tuple[Adapter, Digests]:
         file = read_adapter(path, self._dtype)
         if file.max_rank > self._max_rank:
             raise CheckpointError(
                 f"the adapter has rank {file.max_rank}, more than max_lora_rank {self._max_rank}"
             )
-        self._checked(file)
-        return place(file, self._modules, self._experts)
+        copied = self._checked(file)
+        return place(file, self._modules, self._experts), copied
 
     def _check_free(self, name: str, taken: tuple[str, ...]) -> None:
         if len(self._by_name) >= MAX_ADAPTERS:
@@ -233,3 +257,14 @@ class AdapterStore:
             laid_out = sorted((adapter.layout_bytes for adapter in self._distinct()), reverse=True)
             text += f"; up to {slots} laid out, {format_size(sum(laid_out[:slots]))} on top"
         return text
+
+
+def _check_copies(served: ServedAdapter, digests: Digests) -> None:
+    """Raise CheckpointError if an adapter has a copy of a tensor that a model with these does not
+    have."""
+    for name, digest in served.copied.items():
+        if digests.get(name) != digest:
+            raise CheckpointError(
+                f"the folder of the adapter {served.name!r} has a copy of {name}, from which the "
+                "model's differs: save the adapter without it, or unload it first"
+            )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ class ModelSource:
         # Weights that may leave share no memory with pools, which stay.
         with nullcontext() if self.keeps_files else own_arenas():
             return self._load(ranks, given)
+
+    def load_beside(self, model: Model, path: Path, tensors: Mapping[str, torch.Tensor]) -> Model:
+        """Load the rank's part of other weights than those that are served, of the same spec, and
+        bind it to the same pools. Arguments: see `load_model`."""
+        other = replace(self, path=path)
+        loaded = other.load(model.ranks, spec=model.spec, tensors=tensors)
+        loaded.bind_like(model)
+        return loaded
 
     def _load(self, ranks: Ranks, given: dict[str, Any]) -> Model:
         return load_model(

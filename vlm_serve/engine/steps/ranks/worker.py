@@ -6,14 +6,17 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from vlm_serve.cache.tiers.entry import Entry, here
 from vlm_serve.engine.requests.plan import SequenceInfo, StepPlan
 from vlm_serve.engine.steps.local_executor import LocalExecutor
-from vlm_serve.engine.steps.ranks.task import Pools, RankTask
+from vlm_serve.engine.steps.ranks.task import ModelSource, Pools, RankTask
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import LowRank, changes_of
 from vlm_serve.system.log_output import start_logging
@@ -29,11 +32,14 @@ class Worker:
     def __init__(self) -> None:
         self._model: Model | None = None
         self._executor: LocalExecutor | None = None
+        self._source: ModelSource | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="vlm-serve-weights")
+        self._reading: Future[Model] | None = None
 
     def load(self, task: RankTask) -> int:
         """Load the rank's part of the model; return the process id."""
         self._model = self._executor = None
-        self._model = task.load()
+        self._model, self._source = task.load(), task.source
         return os.getpid()
 
     def pools(self, pools: Pools) -> None:
@@ -43,7 +49,36 @@ class Worker:
     def unload(self) -> None:
         if self._model is not None:
             self._model.ranks.close()
-        self._model = self._executor = None
+        self._model = self._executor = self._reading = None
+
+    def read_weights(self, path: Path, tensors: Path | None) -> None:
+        """Begin to read other weights, on a thread of their own: steps go on meanwhile.
+
+        Args:
+            path: folder of a checkpoint.
+            tensors: file of those in the place of some of the folder's.
+        """
+        assert self._model is not None and self._source is not None
+        model, source = self._model, self._source
+        self._reading = self._reader.submit(
+            lambda: source.load_beside(model, path, load_file(tensors) if tensors else {})
+        )
+
+    def weights_read(self) -> bytes | None:
+        """Return the fingerprint of the weights that were read; None: they are not read yet. Raise
+        whatever reading them has raised."""
+        assert self._reading is not None
+        return self._reading.result().fingerprint if self._reading.done() else None
+
+    def take_weights(self) -> None:
+        """Compute with the weights that were read."""
+        assert self._model is not None and self._reading is not None
+        self._model.take_weights(self._reading.result())
+        self._reading = None
+
+    def drop_weights(self) -> None:
+        """Forget the weights that were read."""
+        self._reading = None
 
     def register(self, info: SequenceInfo) -> None:
         self.executor.register(info)
