@@ -24,6 +24,7 @@ from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.models.adapters import Adapter, LowRank, Modules
+from vlm_serve.models.identity import Digests
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 
 NAMES = [f"name{each}" for each in range(6)]
@@ -34,14 +35,14 @@ CONTENTS = 8
 class _Store(AdapterStore):
     """A store with numbers as folders; every third file changes the tower."""
 
-    def _read(self, path: str | Path) -> Adapter:
+    def _read(self, path: str | Path) -> tuple[Adapter, Digests]:
         number = int(str(path))
         factor = torch.full((1, 1), float(number))
         module = "blocks.0.attn.qkv" if number % 3 == 0 else "layers.0.mlp.up_proj"
         change = LowRank(factor, factor, 1.0)
         down = torch.full((1 + number % 3, 1), float(number))
         own = LowRankChange(down, torch.ones(len(down)), (Up(0, 0, down.T),))
-        return Adapter({module: change}, AdapterChanges({1: own}, 1))
+        return Adapter({module: change}, AdapterChanges({1: own}, 1)), {}
 
 
 class _Later(Executor):

@@ -227,9 +227,10 @@ class Engine(RequestMaker):
         weights, with the tokens that they have, and their reports say so.
 
         Args:
-            source: folder of a checkpoint with an equal config, or pairs (name, tensor) in the
-                place of some of the tensors now, by their names in the checkpoint's files. What is
-                joined with others, tied or an expert changes with any of its tensors.
+            source: folder of a checkpoint with an equal config; or pairs (name, tensor), or a
+                safetensors file, in the place of some of the tensors now, by their names in the
+                checkpoint's files. What is joined with others, tied or an expert changes with any
+                of its tensors.
             version: a name for the new weights, which `weight_version` tells.
             abort: end the requests in flight instead.
             flush: empty the cache too. Nothing in it is wrong: it serves whoever goes back.

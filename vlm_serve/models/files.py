@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
 from vlm_serve.models.gguf.files import (
@@ -357,6 +359,26 @@ class SafetensorsFile:
         """Return the tensor of that name in the file."""
         tensor: torch.Tensor = self._handle.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
+
+
+def copied_tensors(path: Path, check_room: Callable[[int], None]) -> dict[str, torch.Tensor]:
+    """Return copies of a file's tensors by their names. Whoever writes the file may cut it short
+    meanwhile, which would end a process that had mapped it.
+
+    Args:
+        path: a file of safetensors.
+        check_room: is called with the bytes of memory that this takes for a moment.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            check_room(2 * os.fstat(file.fileno()).st_size)
+            tensors: dict[str, torch.Tensor] = load(file.read())
+            return tensors
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a type that torch lacks
+        raise CheckpointError(f"{path.name} is not a readable safetensors file") from error
 
 
 def _current(name: str) -> str:

@@ -102,7 +102,13 @@ from vlm_serve.server.api.tokenization import (
     detokenize,
     tokenize,
 )
-from vlm_serve.server.api.weights import UpdateWeights, WeightsUpdated, update_weights_from_disk
+from vlm_serve.server.api.weights import (
+    UpdateFromTensors,
+    UpdateWeights,
+    WeightsUpdated,
+    update_weights_from_disk,
+    update_weights_from_tensor,
+)
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.errors import (
     MESSAGES_PATH,
@@ -227,6 +233,12 @@ def _posts(app: DescribedApp) -> Iterator[Row]:
         ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapter, AdapterChanged),
         ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapter, AdapterChanged),
         ("/update_weights_from_disk", update_weights_from_disk, UpdateWeights, WeightsUpdated),
+        (
+            "/update_weights_from_tensor",
+            update_weights_from_tensor,
+            UpdateFromTensors,
+            WeightsUpdated,
+        ),
     ]
     for path, handler, body, answer in posts:
         can_stream = "stream" in body.model_fields and answer not in WHOLE

@@ -20,7 +20,7 @@ from vlm_serve.engine.features.new_weights import Call, NewWeights
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.models import Model
-from vlm_serve.models.files import weight_files
+from vlm_serve.models.files import copied_tensors, weight_files
 from vlm_serve.models.gguf.folder import gguf_files
 from vlm_serve.models.identity import config_digest, digests_of
 from vlm_serve.models.registry import with_stored_head
@@ -36,14 +36,15 @@ class WeightReader:
 
     Args:
         new: reads the weights.
-        check_room: raises ConfigError if this machine has no room for a second model.
+        check_room: raises ConfigError if this machine has no room for a second model and so many
+            bytes.
 
     Attributes:
         new: see above.
         model: the one that is served.
     """
 
-    def __init__(self, new: NewWeights, check_room: Callable[[], None]) -> None:
+    def __init__(self, new: NewWeights, check_room: Callable[[int], None]) -> None:
         self.new, self.model = new, new.model
         self._check_room = check_room
         path = self.model.origin.path
@@ -77,11 +78,19 @@ class WeightReader:
     def from_tensors(self, tensors: Tensors, call: Call) -> Model:
         """Load the weights that are served with other tensors in the place of some, as
         `from_folder` does. They are copied: later updates of others need them."""
-        given = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        given = {name: each.detach().to("cpu", copy=True) for name, each in tensors}
+        return self._replaced(given, call)
+
+    def from_file(self, path: Path, call: Call) -> Model:
+        """Load the weights that are served with the tensors of one safetensors file in the place of
+        some, as `from_tensors` does. The file is not needed afterwards."""
+        return self._replaced(copied_tensors(path, self._check_room), call)
+
+    def _replaced(self, given: dict[str, torch.Tensor], call: Call) -> Model:
         if not given:
             raise InvalidRequestError("an update needs tensors")
-        self._check_files()
         path, kept, _ = self.model.origin
+        self._check_files()
         return self._loaded(path, {**kept, **given}, call)
 
     def again(self, call: Call) -> Model:
@@ -106,7 +115,7 @@ class WeightReader:
             )
 
     def _loaded(self, path: Path, tensors: dict[str, torch.Tensor], call: Call) -> Model:
-        self._check_room()
+        self._check_room(0)
         digests = digests_of(path)
         model = self.new.read(path, tensors, call)
         if digests_of(path) != digests:
@@ -198,7 +207,7 @@ class WeightUpdates:
         names them. Not thread-safe.
 
         Args:
-            source: folder, or tensors; see `WeightReader`.
+            source: folder, file or tensors; see `WeightReader`.
             call: runs a function between two steps.
             abort: requests in flight end, instead of starting again under the new weights.
             below: see `WeightReader.from_folder`.
@@ -207,10 +216,12 @@ class WeightUpdates:
             InvalidRequestError: the weights cannot be used. Nothing has changed then.
         """
         try:
-            if isinstance(source, str | Path):
-                model = self._reader.from_folder(Path(source), call, below)
-            else:
+            if not isinstance(source, str | Path):
                 model = self._reader.from_tensors(source, call)
+            elif Path(source).is_file():
+                model = self._reader.from_file(Path(source), call)
+            else:
+                model = self._reader.from_folder(Path(source), call, below)
             call(lambda: self._swap_beside_adapters(model, abort=abort))
             return self.identity
         except (CheckpointError, ConfigError) as error:

@@ -177,7 +177,7 @@ class RemoteEngine(RequestMaker):
     def update_weights(
         self, source: str | Path, *, version: str | None = None, **options: Any
     ) -> WeightsIdentity:
-        """See `Engine.update_weights`; from a folder."""
+        """See `Engine.update_weights`; from a folder or a file."""
         with self._only_update():
             identity: WeightsIdentity = self._peer.ask("update_weights", source, version, options)
             self.weight_version = self.weight_version if version is None else version

@@ -50,8 +50,8 @@ def update_bytes(config: EngineConfig, weights: WeightBytes) -> int:
     return weights.in_memory if config.allow_weight_updates else 0
 
 
-def _check_room(needed: int) -> None:
-    free = free_host_memory()
+def _check_room(model: int, extra: int) -> None:
+    needed, free = model + extra, free_host_memory()
     if needed > free:
         raise ConfigError(
             f"new weights take {format_size(needed)} beside the old ones, but {format_size(free)} "

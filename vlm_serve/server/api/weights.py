@@ -1,8 +1,9 @@
-"""POST /update_weights_from_disk, as trainers ask SGLang's servers for it."""
+"""POST /update_weights_from_disk and /update_weights_from_tensor, as SGLang's servers have them."""
 
 from __future__ import annotations
 
 import asyncio
+import stat
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,22 +18,39 @@ from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.request_body import read_json
 from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import is_loopback, refuse_foreign_scripts
-from vlm_serve.server.http.errors import PermissionDeniedError
+from vlm_serve.server.http.errors import PermissionDeniedError, renamed_params
+from vlm_serve.system.private_files import is_own
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
 
 _FORMATS = (None, "auto", "safetensors")
+_SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux has the segments of POSIX shared memory, by their names."""
+_PICKLES = (
+    "holds pickles, which run code when they are read: write the tensors as safetensors into "
+    "shared memory, and name that in shared_memory"
+)
 
 
-class UpdateWeights(ExactModel):
-    """The body of a request to change the weights."""
-
-    model_path: str = Field(min_length=1, max_length=MAX_PATH)
+class _Update(ExactModel):
     load_format: str | None = None
     abort_all_requests: bool = False
     flush_cache: bool = False
     weight_version: str | None = Field(None, min_length=1, max_length=128)
+
+
+class UpdateWeights(_Update):
+    """The body of a request to take the weights of a folder."""
+
+    model_path: str = Field(min_length=1, max_length=MAX_PATH)
+
+
+class UpdateFromTensors(_Update):
+    """The body of a request to take tensors from shared memory."""
+
+    shared_memory: str = Field("", max_length=256)
+    serialized_named_tensors: Any = None
 
 
 class WeightsUpdated(BaseModel):
@@ -54,20 +72,67 @@ async def update_weights_from_disk(service: Service, request: Request) -> Respon
     """
     allowed = _allowed(service, request)
     body = await read_json(service, request, UpdateWeights)
+    root, path = folder_below(allowed, body.model_path, "model_path", "allowed_weights_path")
+    return await _updated(
+        service, body, path, f"the weights are those of {body.model_path!r}", root
+    )
+
+
+async def update_weights_from_tensor(service: Service, request: Request) -> Response:
+    """Put tensors of another process of this machine into the place of those of the same names.
+
+    They are an image of a safetensors file in a segment of POSIX shared memory, which is copied:
+    the other process may remove it after the answer.
+
+    Raises:
+        InvalidRequestError: updates are not allowed, there is no such segment, it belongs to
+            another user, or it holds no tensors of this model; the message says what. Nothing has
+            changed then.
+        PermissionDeniedError: the client may not.
+    """
+    check_operator(service, request)
+    body = await read_json(service, request, UpdateFromTensors)
+    if body.serialized_named_tensors is not None:
+        raise FieldError("serialized_named_tensors", _PICKLES)
+    path = _segment(body.shared_memory.removeprefix("/"))
+    with renamed_params({"model_path": "shared_memory"}):
+        return await _updated(service, body, path, f"tensors came from {path.name!r}")
+
+
+def _segment(name: str) -> Path:
+    """Return the file of a segment of shared memory that this user or root has made.
+
+    Nobody else can put another one in its place, because /dev/shm is sticky.
+    """
+    path = _SHARED_MEMORY / name
+    try:
+        status = path.lstat() if path.name == name else None
+    except (OSError, ValueError):
+        status = None
+    if status is None or not stat.S_ISREG(status.st_mode):
+        raise FieldError("shared_memory", f"names no segment in {_SHARED_MEMORY} of this machine")
+    if status.st_uid and not is_own(status):
+        raise FieldError("shared_memory", "names a segment of another user")
+    return path
+
+
+async def _updated(
+    service: Service, body: _Update, path: Path, message: str, below: Path | None = None
+) -> Response:
+    """Update the weights from a path, and answer so."""
     if body.load_format not in _FORMATS:
         raise FieldError("load_format", "must be auto or safetensors")
-    root, path = folder_below(allowed, body.model_path, "model_path", "allowed_weights_path")
     update = partial(
         service.engine.update_weights,
         path,
         version=body.weight_version,
         abort=body.abort_all_requests,
         flush=body.flush_cache,
-        below=root,
+        below=below,
     )
     identity = await asyncio.to_thread(update)
     answer = WeightsUpdated(
-        message=f"the weights are those of {body.model_path!r}",
+        message=message,
         weights=identity.whole.hex(),
         weight_version=service.engine.weight_version,
     )
