@@ -21,7 +21,6 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.tuning import fixed_steps
-from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
@@ -313,7 +312,7 @@ class Model:
         """Let go of all weights. No step may run until `take_weights` has brought others."""
         del self._decoder, self._predictor, self._vision
         self._dropped_step = self._compiled_step is not None
-        self.modules, self._bound, self._compiled_step = Modules(), (), None
+        self._bound, self._compiled_step = (), None
 
     def unbind(self) -> None:
         """Drop the pools of the last step; the next one binds its own."""
