@@ -1,7 +1,7 @@
 """Send random traffic through the real scheduler and the real cache, checking every step.
 
     python benchmarks/simulate.py [--steps 1000000] [--seed 0] [--workers 2] [--speculative]
-        [--queued] [--adapters]
+        [--queued] [--adapters | --weights]
 
 Each seed makes a world of its own (pool sizes, block size, budgets, failure rates) and runs 1 000
 steps in it: shared prefixes, growing videos, two tenants, bursts of askers that part at two depths,
@@ -11,8 +11,9 @@ not numbers, and so notices every block, state or embedding that does not belong
 `--queued` that one works behind the host, as a GPU does: plans reach it in the tables of captured
 steps, and it computes them when something is read back (tests/queued_symbolic.py). With
 `--adapters` most requests have one of some adapters: more than there are slots, loaded and unloaded
-under names that change their content (tests/simulated_adapters.py). The first violation ends the
-run with the seed that replays it.
+under names that change their content (tests/simulated_adapters.py). With `--weights` the weights
+change at random moments, also back (tests/simulated_weights.py). The first violation ends the run
+with the seed that replays it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from functools import partial
 
 import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from simulated_adapters import AdapterSimulation
+from simulated_weights import WeightSimulation
 from simulation import Simulation
 
 STEPS_PER_SEED = 1000
@@ -35,19 +37,19 @@ COMPARE_EVERY = 10
 """Steps between two comparisons of the whole tree with what a reader knows who follows it."""
 
 
-def run_seed(speculative: bool, queued: bool, adapters: bool, seed: int) -> Counter[str]:
+KINDS = {"": Simulation, " --adapters": AdapterSimulation, " --weights": WeightSimulation}
+"""Worlds by the flag that asks for them."""
+
+
+def run_seed(speculative: bool, queued: bool, flag: str, seed: int) -> Counter[str]:
     """One world; what happened in it how often."""
     try:
-        kind = AdapterSimulation if adapters else Simulation
-        return kind(seed, compare_every=COMPARE_EVERY, speculative=speculative, queued=queued).run(
-            STEPS_PER_SEED
-        )
+        options = {"speculative": speculative, "queued": queued}
+        world = KINDS[flag](seed, compare_every=COMPARE_EVERY, **options)
+        return world.run(STEPS_PER_SEED)
     except Exception:
-        options = " --speculative" * speculative + " --queued" * queued
-        options += " --adapters" * adapters
-        print(
-            f"seed {seed} violates a promise; replay: --steps 1 --seed {seed}{options}", flush=True
-        )
+        flags = " --speculative" * speculative + " --queued" * queued + flag
+        print(f"seed {seed} violates a promise; replay: --steps 1 --seed {seed}{flags}", flush=True)
         raise
 
 
@@ -64,9 +66,12 @@ def main() -> int:
     parser.add_argument(
         "--queued", action="store_true", help="the second executor works behind the host"
     )
-    parser.add_argument("--adapters", action="store_true", help="most requests have one")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--adapters", action="store_true", help="most requests have one")
+    kinds.add_argument("--weights", action="store_true", help="they change at random moments")
     options = parser.parse_args()
-    run = partial(run_seed, options.speculative, options.queued, options.adapters)
+    flag = " --adapters" * options.adapters + " --weights" * options.weights
+    run = partial(run_seed, options.speculative, options.queued, flag)
     totals: Counter[str] = Counter()
     begin = time.perf_counter()
     seed = options.seed

@@ -19,7 +19,7 @@ from symbolic import SymbolicExecutor
 
 from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.steps.step_tables import HostRing, StepTables, Table
-from vlm_serve.preprocess.identity.keys import AdapterIdentity
+from vlm_serve.preprocess.identity.keys import AdapterIdentity, WeightsIdentity
 
 _SMALLEST = 1 << 12
 """Bytes of the smallest tables; others have powers of two times as many."""
@@ -74,6 +74,9 @@ class QueuedSymbolic:
 
     def hold(self, slot: int, adapter: AdapterIdentity | None) -> None:
         self._queue(partial(self._inner.hold, slot, adapter))
+
+    def change(self, weights: WeightsIdentity) -> None:
+        self._queue(partial(self._inner.change, weights))
 
     def register(self, info: SequenceInfo) -> None:
         self._reading[info.sequence] = info.params.return_routed_experts

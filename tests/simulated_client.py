@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from symbolic import END_OF_TURN, chain, expert_rows, extended, logprob_rows, next_token
+from symbolic import END_OF_TURN, NOTHING, chain, expert_rows, extended, logprob_rows, next_token
 
 from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs
 from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 
 @dataclass
@@ -19,11 +22,14 @@ class Client:
     """One caller: collects deltas and knows the answer that must come."""
 
     group: SequenceGroup
+    asked: Prompt
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     poisonous: bool = False
     complete_experts: bool = False
     expert_gaps: int = 0
+    weights: bytes = NOTHING
+    epochs: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def push(self, delta: Delta) -> None:
         assert delta.index not in self.finished, "a delta after the last one"
@@ -48,7 +54,9 @@ class Client:
         prompt = request.prompt
         token_ids = [*prompt.token_ids, *self.tokens[delta.index]]
         start = request.params.routed_experts_prompt_start
-        expected = expert_rows(chain(prompt.positions, token_ids), start, len(token_ids) - 1).copy()
+        weights = [*self._epochs(delta.index).values()][-1]
+        digests = chain(prompt.positions, token_ids, weights)
+        expected = expert_rows(digests, start, len(token_ids) - 1).copy()
         for first, last in delta.routed_experts_gaps:
             assert not self.complete_experts, "a gap although only complete rows may be reused"
             assert start <= first < last < len(token_ids)
@@ -59,7 +67,8 @@ class Client:
     def _verify_logprobs(self, reports: tuple[PromptLogprobs, ...]) -> None:
         """Each is what the model says cold to the same prefix."""
         prompt, params = self.group.request.prompt, self.group.request.params
-        digests = chain(prompt.positions, prompt.token_ids)
+        weights = self._epochs(0)[0]
+        digests = chain(prompt.positions, prompt.token_ids, weights)
         first = max(1, params.prompt_logprobs_start)
         rows = logprob_rows(digests, first, len(prompt), params.prompt_logprobs or 0)
         assert len(reports) == len(rows)
@@ -72,14 +81,37 @@ class Client:
         """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer.
         The report accounts for the whole prompt."""
         self._verify_report()
+        self._verify_weights()
         for sequence in self.group.sequences:
             received = self.tokens.get(sequence.index, [])
-            expected = cold_answer(self.group.request, sequence.info.seed, len(received))
+            epochs = self._epochs(sequence.index)
+            expected = cold_answer(self.group.request, sequence.info.seed, len(received), epochs)
             assert received == expected, "a hit changed the answer"
             if self.finished[sequence.index] == "length":
                 assert len(received) == self.group.request.params.max_tokens
             if self.finished[sequence.index] == "stop":
                 assert received[-1] == END_OF_TURN
+
+    def under(self, weights: bytes) -> None:
+        """These weights compute from now on."""
+        for sequence in self.group.sequences:
+            if sequence.answer.finish_reason is None:
+                self._epochs(sequence.index)[sequence.num_generated] = weights
+
+    def _epochs(self, choice: int) -> dict[int, bytes]:
+        """From which token of a choice on which weights compute."""
+        return self.epochs.setdefault(choice, {0: self.weights})
+
+    def _verify_weights(self) -> None:
+        """The report tells the same."""
+        report = self.group.report
+        for choice, tokens in self.tokens.items():
+            if report is None or not report.weights or not tokens:
+                continue
+            changes = [each for each in report.weight_changes if each.choice == choice]
+            told = {0: report.weights} | {each.token: each.weights for each in changes}
+            due = {at: weights.hex() for at, weights in self._epochs(choice).items()}
+            assert told == due, "the report names other weights"
 
     def _verify_report(self) -> None:
         report, prompt = self.group.report, self.group.request.prompt
@@ -102,10 +134,21 @@ class Client:
             assert report.media_encoded <= sources.count("encoded")
 
 
-def cold_answer(request: Request, seed: int, count: int) -> list[int]:
-    digest = chain(request.prompt.positions, request.prompt.token_ids)[-1]
-    answer: list[int] = []
-    for _ in range(count):
+def cold_answer(
+    request: Request,
+    seed: int,
+    count: int,
+    epochs: Mapping[int, bytes] = MappingProxyType({0: NOTHING}),
+) -> list[int]:
+    """What a model says that has computed nothing before.
+
+    Args:
+        epochs: from which token on it has which weights.
+    """
+    prompt, answer = request.prompt, list[int]()
+    for at in range(count):
+        if at in epochs:
+            digest = chain(prompt.positions, [*prompt.token_ids, *answer], epochs[at])[-1]
         token = next_token(digest, seed)
         answer.append(token)
         digest = extended(digest, token)

@@ -263,7 +263,7 @@ class Simulation:
         )
         request = Request(
             f"r{number}",
-            prompt,
+            self._keyed(prompt),
             params,
             self._ignore,
             rng.choice([0, 0, 1]),
@@ -279,8 +279,10 @@ class Simulation:
         group = SequenceGroup(request, self._numbers, language)
         client = Client(
             group,
+            asked=prompt,
             poisonous=rng.random() < self._failure_rate / 2,
             complete_experts=self.config.complete_experts,
+            weights=self.executor.weights,
         )
         for sequence in group.sequences:
             self.executor.register(sequence.info)
@@ -290,6 +292,9 @@ class Simulation:
         self.clients[request.request_id] = client
         self.scheduler.add(group)
         self.counts["requests"] += 1
+
+    def _keyed(self, prompt: Prompt) -> Prompt:
+        return prompt
 
     def _with_adapter(self, request: Request) -> Request:
         return request
@@ -421,7 +426,7 @@ class Simulation:
             if len(client.finished) == len(group.sequences):
                 client.verify()
                 del self.clients[request.request_id]
-                self._prompts.answered(request.prompt, client.tokens.get(0, []), self._ends)
+                self._prompts.answered(client.asked, client.tokens.get(0, []), self._ends)
                 self.counts[delta.finish_reason or ""] += 1
                 self.counts["cold"] += request.cold
                 # Who has tokens was told of once; who was ended before may have been.

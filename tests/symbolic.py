@@ -38,6 +38,7 @@ from vlm_serve.preprocess.identity.keys import (
     NO_ADAPTER,
     AdapterIdentity,
     PromptKeys,
+    WeightsIdentity,
     medium_hash,
 )
 from vlm_serve.preprocess.identity.prompt import MediaSpan, Prompt
@@ -171,16 +172,19 @@ def _contents(positions: torch.Tensor) -> list[tuple[bytes, int]]:
     ]
 
 
-def chain(positions: torch.Tensor, token_ids: Iterable[int]) -> list[bytes]:
+def chain(
+    positions: torch.Tensor, token_ids: Iterable[int], weights: bytes = NOTHING
+) -> list[bytes]:
     """Digest of every prefix of the token ids: entry n covers n tokens.
 
     Args:
         positions: of a symbolic prompt.
         token_ids: of prompt and answer.
+        weights: name those that compute.
     """
     contents = _contents(positions)
     root = _PLACE.pack(*positions[:, 0].tolist())[:32]
-    digests = [hashlib.blake2b(root, digest_size=12).digest()]
+    digests = [hashlib.blake2b(root + weights, digest_size=12).digest()]
     places = itertools.chain(contents, itertools.repeat((b"", 0)))
     for token, place in zip(token_ids, places, strict=False):
         digests.append(extended(digests[-1], token, *place))
@@ -234,28 +238,35 @@ def _sampled(prefix: bytes, seed: int, task: SampleTask) -> SampledToken:
     return SampledToken(task.forced, {}, drawn)
 
 
-def seen(pixels: bytes, tower: str) -> bytes:
-    """The embedding of a medium: with an adapter of the tower (its digest), another one."""
-    return hashlib.sha256(pixels + bytes.fromhex(tower)).digest() if tower else pixels
+def seen(pixels: bytes, tower: str, weights: bytes = NOTHING) -> bytes:
+    """The embedding of a medium: with an adapter of the tower (its digest), another one; and with
+    other weights of the tower."""
+    of = bytes.fromhex(tower) + weights
+    return hashlib.sha256(pixels + of).digest() if of else pixels
 
 
 class _Known:
     """What has reached an executor of a sequence: tokens as digests of their prefixes."""
 
-    def __init__(self, info: SequenceInfo) -> None:
+    def __init__(self, info: SequenceInfo, weights: bytes) -> None:
         self.info = info
-        self.digests = chain(info.positions, info.token_ids)
+        self.tokens = list(info.token_ids)
+        self.under(weights)
         self.root = _PLACE.pack(*info.positions[:, 0].tolist())[:32]
         self.certain = len(info.token_ids)
         self.table: list[int] = []
         self.spans = self._spans()
+
+    def under(self, weights: bytes) -> None:
+        """What has come so far, for other weights to compute."""
+        self.digests = chain(self.info.positions, self.tokens, weights)
 
     def take(self, item: Slice) -> None:
         """Takes over what is new in a slice; what has come before must not change, unless it was
         drafted."""
         if item.kind == "verify":
             self.certain = min(self.certain, item.start + 1)
-        del self.digests[self.certain + 1 :]
+        del self.digests[self.certain + 1 :], self.tokens[self.certain :]
         assert item.first_block <= len(self.table), "a table with a hole"
         self.table[item.first_block :] = item.blocks
         first = max(item.start, len(self.info.token_ids))
@@ -265,6 +276,7 @@ class _Known:
             digest = extended(self.digests[position], token)
             if position + 1 == len(self.digests):
                 self.digests.append(digest)
+                self.tokens.append(token)
             assert self.digests[position + 1] == digest, "a generated token changed"
         drafted = item.kind == "verify"
         self.certain = max(self.certain, item.start + 1 if drafted else item.end)
@@ -295,6 +307,7 @@ class SymbolicExecutor:
     Attributes:
         adapters: contents of the slots of adapters.
         owners: the adapter of each root; roots without one are left out.
+        weights, tower: name those that compute; nothing if they never change.
     """
 
     def __init__(
@@ -316,6 +329,7 @@ class SymbolicExecutor:
         self.embeddings: dict[int, bytes] = {}
         self.adapters: dict[int, AdapterIdentity] = {}
         self.owners: dict[bytes, AdapterIdentity] = {}
+        self.weights = self.tower = NOTHING
         self.block_size = block_size
         self.has_state = has_state
         self.fail_next = False
@@ -357,8 +371,14 @@ class SymbolicExecutor:
         else:
             self.adapters[slot] = adapter
 
+    def change(self, weights: WeightsIdentity) -> None:
+        """Computes with other weights from now on."""
+        self.weights, self.tower = weights
+        for known in self._known.values():
+            known.under(self.weights)
+
     def register(self, info: SequenceInfo) -> None:
-        self._known[info.sequence] = _Known(info)
+        self._known[info.sequence] = _Known(info, self.weights)
 
     def forget(self, sequence: int) -> None:
         del self._known[sequence]
@@ -380,7 +400,7 @@ class SymbolicExecutor:
             (self.embeddings[recalled.slot],) = rows
         for encode in plan.encodes:
             tower = self.adapters.get(encode.adapter, NO_ADAPTER).vision
-            self.embeddings[encode.slot] = seen(bytes(encode.pixels.tolist()), tower)
+            self.embeddings[encode.slot] = seen(bytes(encode.pixels.tolist()), tower, self.tower)
         if self.fail_next and self.strike is None:
             self.strike = self._rng.randrange(len(plan.slices) + 1)
         strike = -1 if self.strike is None else self.strike
@@ -537,5 +557,5 @@ class SymbolicExecutor:
         for first, last, slot, row in item.embeddings:
             start, content = needed[first, last]
             assert row == first - start
-            own = seen(content, self.owners.get(known.root, NO_ADAPTER).vision)
+            own = seen(content, self.owners.get(known.root, NO_ADAPTER).vision, self.tower)
             assert self.embeddings[slot] == own, "another medium's embedding"

@@ -9,11 +9,15 @@ import pytest
 import symbolic
 from queued_device import FAULTS, broken
 from simulated_adapters import NAMES, AdapterSimulation
+from simulated_weights import WeightSimulation
 from simulation import Simulation
 from sweeps import quick
 
 from vlm_serve.engine.features.replays import Replays
 from vlm_serve.engine.features.table import TABLE, FeatureRow
+from vlm_serve.engine.features.weights import WeightUpdates
+from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.preprocess.identity.keys import WeightsIdentity
 
 STEPS = 200
 EVENTFUL = 34
@@ -23,6 +27,7 @@ DRAFTED: Counter[str] = Counter()
 REPLAYED: Counter[str] = Counter()
 QUEUED: Counter[str] = Counter()
 ADAPTED: Counter[str] = Counter()
+CHANGED: Counter[str] = Counter()
 EXACT: Counter[str] = Counter()
 PERMUTED: Counter[str] = Counter()
 AHEAD: Counter[str] = Counter()
@@ -31,6 +36,7 @@ HAPPENS = (
     *("rows reused", "overtaken", "joins", "rows left", "last tokens", "answer_end", "answer_part"),
     *("seats given up", "held"),
 )
+WITH_UPDATES = ("updates amid answers", "hit_tokens", "came up", "joins", "failures", "preemptions")
 WITH_ADAPTERS = ("adapted", "shared under two names", "unloaded in use", "loaded", "hit_tokens")
 PLANNED_AHEAD = ("planned ahead", "void steps", "failures", "aborts", "stop", "answer_end")
 EXACTLY = ("preemptions", "failures", "hit_tokens")
@@ -88,6 +94,15 @@ def test_adapters_keep_every_promise_too(seed: int) -> None:
     ADAPTED.update(AdapterSimulation(seed, speculative=speculative, queued=queued).run(STEPS))
 
 
+@pytest.mark.parametrize("seed", quick(range(200), 8, pytest.mark.fuzz))
+def test_weights_that_change_keep_every_promise_too(seed: int) -> None:
+    """No token differs from what the weights say cold that the report names."""
+    exact = seed % 7 == 6
+    options = {"speculative": seed % 3 == 0 and not exact, "exact_only": exact}
+    options |= {"queued": seed % 4 == 1, "ahead": seed % 3 == 1, "small_states": seed % 5 == 3}
+    CHANGED.update(WeightSimulation(seed, **options).run(STEPS))
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("seed", quick(range(12), 1, pytest.mark.fuzz))
 def test_no_feature_needs_another(seed: int, row: FeatureRow) -> None:
@@ -109,6 +124,27 @@ def test_keys_without_the_adapter_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbolic, "key_root", lambda salt, _: symbolic.root_of(salt, ""))
     with pytest.raises(AssertionError, match="wrong KV|wrong state|another medium"):
         AdapterSimulation(0).run(STEPS)
+
+
+def _keyed_late(updates: WeightUpdates, group: SequenceGroup) -> None:
+    """Take a prompt as it was prepared."""
+
+
+def _keyed_never(group: SequenceGroup, weights: WeightsIdentity) -> None:
+    """Keep the keys of a request that has begun."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(WeightUpdates, "on_added", _keyed_late), (SequenceGroup, "rekey", _keyed_never)],
+)
+def test_keys_of_other_weights_show(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: object
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError, match=r"wrong KV|wrong state|another medium|other weights"):
+        for seed in range(4):
+            WeightSimulation(seed).run(STEPS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -149,6 +185,9 @@ def test_the_traffic_was_worth_its_name() -> None:
     if not crowded or not all(ADAPTED[what] for what in WITH_ADAPTERS):
         ADAPTED.update(AdapterSimulation(0).run(2 * STEPS))
     for seed in range(8):
+        if not all(CHANGED[what] for what in WITH_UPDATES):
+            test_weights_that_change_keep_every_promise_too(seed)
+    for seed in range(8):
         if not all(AHEAD[what] for what in PLANNED_AHEAD):
             AHEAD.update(Simulation(seed, ahead=True).run(STEPS))
     for seed in range(8):
@@ -158,6 +197,8 @@ def test_the_traffic_was_worth_its_name() -> None:
         assert AHEAD[what] > 0, f"no {what}"
     for what in EXACTLY:
         assert EXACT[what] > 0, f"no {what}"
+    for what in WITH_UPDATES:
+        assert CHANGED[what] > 0, f"no {what}"
     assert QUEUED["steps ahead"] > 0
     for what in WITH_ADAPTERS:
         assert ADAPTED[what] > 0, f"no {what}"
