@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from simulation import Simulation
 
+from vlm_serve.engine.features.new_weights import Call, NewWeights
 from vlm_serve.engine.features.table import Options
 from vlm_serve.engine.features.weights import WeightReader, WeightUpdates
 from vlm_serve.engine.requests.sequence import SequenceGroup
@@ -56,10 +57,12 @@ class _Reader:
     """A reader whose folders are numbers."""
 
     def __init__(self, told: Callable[[WeightsIdentity], None]) -> None:
-        self.model, self._told = _Weights(0, told), told
+        self.model = _Weights(0, told)
+        load = cast("Any", lambda path, tensors: _Weights(int(path.name), told))
+        self.new = NewWeights(cast("Model", self.model), load)
 
-    def from_folder(self, path: Path, below: Path | None) -> tuple[Model, Callable[[], None]]:
-        return cast("Model", _Weights(int(path.name), self._told)), lambda: None
+    def from_folder(self, path: Path, call: Call, below: Path | None) -> Model:
+        return self.new.read(path, {}, call)
 
 
 class WeightSimulation(Simulation):
