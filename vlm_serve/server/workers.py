@@ -57,6 +57,7 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
         WorkerGroup("thread", "vlm-serve-reload", 4, "loading media again for the engine"),
         WorkerGroup("thread", "vlm-serve-adapter", 1, "laying out adapters"),
         WorkerGroup("thread", "vlm-serve-turns", 1, "rendering conversations with their answers"),
+        WorkerGroup("thread", "vlm-serve-weights", "1 a rank", "reading other weights"),
         WorkerGroup("thread", "vlm-serve-tiers", 1, "event loop of the lower cache tiers"),
         WorkerGroup("thread", "open-", "1 a tier", "opening a lower cache tier"),
         WorkerGroup("thread", "disk", "1 an operation", "reading and writing the disk tier"),
