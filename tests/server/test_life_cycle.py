@@ -249,6 +249,21 @@ def test_what_does_not_end_in_time_is_ended(engine: FakeEngine) -> None:
     assert not engine.alive
 
 
+@pytest.mark.parametrize("why", ["paused", "asleep"])
+def test_what_cannot_end_is_not_waited_for(engine: FakeEngine, why: str) -> None:
+    with running(engine) as server:
+        engine.gate.clear()
+        waiting = Background(server)
+        wait_for(lambda: server.service.requests.num_open == 1)
+        engine.rests = frozenset({why})
+        begun = time.monotonic()
+        server.server.handle_exit(signal.SIGTERM, None)
+        wait_for(lambda: server.server.should_exit)
+        waiting.result()
+        assert time.monotonic() - begun < server.service.config.shutdown_timeout / 3
+    assert not engine.alive
+
+
 def test_the_engine_is_closed_with_the_server(engine: FakeEngine) -> None:
     with running(engine):
         assert engine.alive

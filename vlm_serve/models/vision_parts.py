@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
@@ -220,12 +221,13 @@ class GridMemory(Generic[Value]):
     """The values of the grids that were used last.
 
     Args:
-        compute: returns the value of a grid: of its height, its width and its merge if there are
-            several.
+        compute: method that returns the value of a grid: of its height, its width and its merge if
+            there are several. Its object, which has this memory, is not kept alive: weights are
+            freed with the last use, not by the garbage collector, which may never come.
     """
 
     def __init__(self, compute: Callable[..., Value]) -> None:
-        self._compute = compute
+        self._compute = WeakMethod(compute)
         self._known: OrderedDict[tuple[int, ...], Value] = OrderedDict()
         self._patches = 0
 
@@ -234,7 +236,9 @@ class GridMemory(Generic[Value]):
         if grid in self._known:
             self._known.move_to_end(grid)
             return self._known[grid]
-        value, patches = self._compute(*grid), grid[0] * grid[1]
+        compute = self._compute()
+        assert compute is not None
+        value, patches = compute(*grid), grid[0] * grid[1]
         if patches <= REMEMBERED_PATCHES:
             self._known[grid] = value
             self._patches += patches

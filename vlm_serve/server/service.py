@@ -84,6 +84,7 @@ class Service:
         self._mailbox: Mailbox | None = None
         self.mounted = tuple(mount(self) for mount in mounts)
         self.requests.on_drain = self._stop_mounted
+        self.requests.may_end = lambda: not engine.rests - {"idle"}
 
     @property
     def requests(self) -> OpenRequests:

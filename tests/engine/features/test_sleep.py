@@ -193,6 +193,19 @@ def test_it_sleeps_by_itself_and_a_request_wakes_it(text: list[Path]) -> None:
     engine.close()
 
 
+def test_an_order_wakes_what_sleeps_by_itself(text: list[Path]) -> None:
+    engine = changing(text[0], idle_sleep=0.5)
+    for parts in ((), ALL):
+        wait_for(lambda: engine.rests == {"idle"})
+        if parts:
+            engine.sleep(parts)
+        assert engine.wake_up() == set() and not engine.rests
+    wait_for(lambda: engine.rests == {"idle"})
+    engine.update_weights(text[1])
+    assert engine.rests == {"idle"}, "the memory of the cache is still given back"
+    engine.close()
+
+
 def test_what_cannot_sleep_by_itself(text: list[Path]) -> None:
     with pytest.raises(ConfigError, match="idle_sleep is not possible with a GPU or several ranks"):
         started(text[0], idle_sleep=1.0, tensor_parallel_size=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from weight_updates import (
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.audits import Auditor
+from vlm_serve.engine.features.weights import WeightUpdates
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import WeightsIdentity
 
@@ -358,6 +361,37 @@ def test_embeddings_survive_where_the_tower_does_not_change(tmp_path: Path) -> N
     engine.update_weights(tensors_of(new, "patch_embed.proj.weight").items())
     assert encoded() == 2
     engine.close()
+
+
+@pytest.mark.parametrize("kind", ["dense", "vl of qwen2.5", "minicpm", "lfm2 vl", "internvl"])
+def test_old_weights_are_freed_with_their_last_use(tmp_path: Path, kind: str) -> None:
+    """A server exempts what exists at its start from garbage collection, so a cycle would keep the
+    weights of the start for ever, and later ones for long."""
+    old, new = both(SPECS[kind], tmp_path)
+    engine = changing(old)
+    image = picture(Image.effect_noise((96, 64), 80).convert("RGB"))
+
+    def served() -> list[weakref.ref[Any]]:
+        ask(engine, prompt=engine.preprocessor.prepare([say("What is it?", image)]))
+        updates = engine._features.get(WeightUpdates)
+        assert updates is not None
+        model = updates._reader.model
+        return [weakref.ref(each) for each in (model._decoder, model._vision)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        for path in (new, old):
+            before = served()
+            engine.update_weights(path)
+            served()
+            assert [each() for each in before] == [None, None]
+        before = served()
+        engine.sleep(["weights"])
+        assert [each() for each in before] == [None, None]
+    finally:
+        gc.enable()
+        engine.close()
 
 
 def test_pins_end_with_the_weights(engine: Engine, text: list[Path]) -> None:

@@ -137,6 +137,26 @@ def test_the_cache_is_emptied_as_asked(server: RunningServer) -> None:
         assert bool(boundary()) == hits, query
 
 
+def test_those_who_wait_leave_threads_for_others(
+    server: RunningServer, pool: ThreadPoolExecutor
+) -> None:
+    """A client that gave up and asks again leaves the thread behind that waits for it."""
+    steps = server.engine.num_steps
+    answer = pool.submit(server.chat, "Tell me more.", max_tokens=8000, ignore_eos=True)
+    wait_for(lambda: server.engine.num_steps > steps + 3)
+    with ThreadPoolExecutor(40) as many:
+        waiting = [many.submit(server.client.post, "/pause?mode=wait") for _ in range(40)]
+        wait_for(lambda: sum(each.done() for each in waiting) == 38)
+        refused = [each.result() for each in waiting if each.done()]
+        assert all(each.status_code == 400 for each in refused)
+        assert all("others wait for the requests in flight already" in e.text for e in refused)
+        assert is_paused(server) and not answer.done()
+        post(server, "/pause?mode=abort")
+        assert sorted(each.result(60).status_code for each in waiting) == [200] * 2 + [400] * 38
+    post(server, "/resume")
+    assert answer.result(60).status_code == 503
+
+
 def test_who_may_not(model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("tenant: salt\n")

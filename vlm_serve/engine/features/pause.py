@@ -16,6 +16,8 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 they keep it; they are answered first."""
 Rest = Literal["paused", "asleep", "idle"]
 """Why an engine rests: by an order to pause or to sleep, or because nobody asks."""
+MAX_WAITING = 2
+"""Callers that may wait for the requests in flight at a time, since each of them takes a thread."""
 
 
 def check_mode(mode: str) -> PauseMode:
@@ -55,7 +57,12 @@ class Pause:
 
         Returns what completes when the requests in flight are as `mode` says. If generation goes on
         before that, it raises InvalidRequestError.
+
+        Raises InvalidRequestError if as many callers as may wait for the requests in flight do.
         """
+        if mode == "wait" and len(self._told) >= MAX_WAITING:
+            problem = "others wait for the requests in flight already: abort these, or go on first"
+            raise InvalidRequestError(problem)
         first = self._loop.groups if mode == "wait" and "asleep" not in self.reasons else ()
         self._first = {each.request.request_id for each in first if not each.request.cold}
         self.reasons |= {why}

@@ -112,6 +112,9 @@ class Sleep:
     def take(self, parts: frozenset[Part]) -> None:
         """Note that memory is there again; with all of it, generation goes on."""
         self.parts -= parts
+        if self.idle and "kv_cache" in parts:
+            self.idle = False
+            self._wait()
         if not self.parts and self._pause is not None:
             self._pause.end("asleep")
 

@@ -101,12 +101,14 @@ class OpenRequests:
         draining: the server takes no new work.
         num_open: requests that were admitted and have not ended.
         on_drain: called when the server begins to wait for them.
+        may_end: returns False while none of them gets on, so that nobody waits for them.
     """
 
     def __init__(self) -> None:
         self.draining = False
         self.num_open = 0
         self.on_drain: Callable[[], None] = lambda: None
+        self.may_end: Callable[[], bool] = lambda: True
         self._all_done = asyncio.Event()
         self._places = Places()
 
@@ -134,7 +136,7 @@ class OpenRequests:
         self.draining = True
         self.on_drain()
         deadline = time.monotonic() + timeout
-        while self.num_open and (left := deadline - time.monotonic()) > 0:
+        while self.num_open and self.may_end() and (left := deadline - time.monotonic()) > 0:
             self._all_done.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_done.wait(), left)

@@ -169,10 +169,10 @@ class DrainingServer(uvicorn.Server, Generic[S]):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        requests, timeout = self.service.requests, self.service.config.shutdown_timeout
+        requests = self.service.requests
         _log.info("stopping: %d requests are open", requests.num_open)
-        if not await requests.drain(timeout):
-            _log.warning("%d requests did not end within %g s", requests.num_open, timeout)
+        if not await requests.drain(self.service.config.shutdown_timeout):
+            _log.warning("%d requests are open still, and are ended", requests.num_open)
             await self.service.close()
         self.should_exit = True
 
