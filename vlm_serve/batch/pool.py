@@ -16,7 +16,8 @@ from vlm_serve.server.http.streaming import cancelled
 RETRY_SECONDS = 0.2
 _WAITS = (0.5, 1.0, 2.0, 4.0)
 """Seconds before a request is sent once more that the server could not answer by its own fault."""
-_STOPPED = ("engine_stopped", "shutting_down", "aborted")
+_STOPPED = ("engine_stopped", "shutting_down")
+_LATER = ("queue_full", "asleep")
 
 T = TypeVar("T")
 
@@ -62,8 +63,9 @@ async def post_patiently(
     headers: Sequence[tuple[bytes, bytes]] = (),
     state: Mapping[str, Any] | None = None,
 ) -> HttpReply:
-    """Send a request to a route, again and again while the server's queue is full, and a few times
-    if the server has another fault of its own that may pass (503).
+    """Send a request to a route, again and again while the server's queue is full or the server
+    sleeps, and a few times if it has another fault of its own that may pass (503), or has ended the
+    request by an operator's order.
 
     Args:
         state: see `post`.
@@ -76,7 +78,7 @@ async def post_patiently(
         code = error_code(reply)
         if code in _STOPPED:
             raise EngineClosedError("the engine has stopped; run again to continue", code=code)
-        wait = RETRY_SECONDS if code == "queue_full" else None
+        wait = RETRY_SECONDS if code in _LATER else None
         if wait is None and reply.status == 503:
             wait = next(waits, None)
         if wait is None:

@@ -410,7 +410,7 @@ class Engine(RequestMaker):
     @property
     def last_step_time(self) -> float:
         """End of the last step in monotonic seconds; before the first step, the start of the
-        engine."""
+        engine, and behind a pause or a sleep the end of that."""
         return self._loop.last_step_time
 
     @property

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import mmap
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,23 @@ def test_an_order_wakes_what_sleeps_by_itself(text: list[Path]) -> None:
     engine.update_weights(text[1])
     assert engine.rests == {"idle"}, "the memory of the cache is still given back"
     engine.close()
+
+
+def test_a_step_is_expected_from_waking_on(engine: Engine, text: list[Path]) -> None:
+    """However long it slept or read its weights, a server that wakes has not stalled."""
+    changes = (engine.wake_up, partial(engine.update_weights, text[1]))
+    for change in changes:
+        engine.sleep(["weights"])
+        asleep = time.monotonic()
+        change()
+        assert not engine.rests and engine.last_step_time > asleep
+    engine.pause()
+    engine.sleep()
+    last = engine.last_step_time
+    engine.wake_up()
+    assert engine.last_step_time == last, "it is paused still"
+    engine.resume()
+    assert engine.last_step_time > last
 
 
 def test_what_cannot_sleep_by_itself(text: list[Path]) -> None:

@@ -62,10 +62,10 @@ def is_paused(server: RunningServer) -> bool:
     return bool(ok(server.client.get("/is_paused"))["is_paused"])
 
 
-def begun(server: RunningServer, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
+def begun(server: RunningServer, pool: ThreadPoolExecutor, **fields: Any) -> Future[httpx.Response]:
     """Return a long answer that has begun."""
     steps = server.engine.num_steps
-    answer = pool.submit(server.chat, "Tell me about the river.", **LONG)
+    answer = pool.submit(server.chat, "Tell me about the river.", **LONG | fields)
     wait_for(lambda: server.engine.num_steps > steps + 3)
     return answer
 
@@ -93,7 +93,7 @@ def test_requests_wait_and_the_server_stays_healthy(
 
 
 def test_answers_of_both_names(server: RunningServer, pool: ThreadPoolExecutor) -> None:
-    answer = begun(server, pool)
+    answer = begun(server, pool, max_tokens=8000)
     assert post(server, "/pause_generation")["status"] == "ok"
     assert answer.result(60).status_code == 503 and is_paused(server)
     assert post(server, "/continue_generation", {})["message"] == "generation goes on"
@@ -141,9 +141,7 @@ def test_those_who_wait_leave_threads_for_others(
     server: RunningServer, pool: ThreadPoolExecutor
 ) -> None:
     """A client that gave up and asks again leaves the thread behind that waits for it."""
-    steps = server.engine.num_steps
-    answer = pool.submit(server.chat, "Tell me more.", max_tokens=8000, ignore_eos=True)
-    wait_for(lambda: server.engine.num_steps > steps + 3)
+    answer = begun(server, pool, max_tokens=8000)
     with ThreadPoolExecutor(40) as many:
         waiting = [many.submit(server.client.post, "/pause?mode=wait") for _ in range(40)]
         wait_for(lambda: sum(each.done() for each in waiting) == 38)

@@ -31,7 +31,14 @@ Holding = Literal["memory", "adapters"]
 
 class Loop(Protocol):
     """Part of the engine's loop that features may use. `post` is thread-safe; everything else
-    belongs to the loop's own thread."""
+    belongs to the loop's own thread.
+
+    Attributes:
+        last_step_time: end of the last step, from which on another one is expected, in monotonic
+            seconds.
+    """
+
+    last_step_time: float
 
     @property
     def num_running(self) -> int:

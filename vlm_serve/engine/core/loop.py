@@ -46,7 +46,8 @@ class EngineLoop:
         group: prepares a request that does not come from a caller.
 
     Attributes:
-        num_steps, last_step_time: number of steps, and end of the last one (monotonic seconds).
+        num_steps: number of steps.
+        last_step_time: see `hooks.Loop`.
         step_times: time of steps outside of the model.
     """
 

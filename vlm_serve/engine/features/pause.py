@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import Literal, get_args
 
@@ -73,6 +74,8 @@ class Pause:
 
     def end(self, why: Rest) -> None:
         """Let the steps go on, if there is no other reason."""
+        if self.reasons == {why}:
+            self._loop.last_step_time = time.monotonic()  # the last step was long ago
         self.reasons -= {why}
         if self.reasons:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
@@ -95,14 +94,8 @@ async def is_paused(service: Service, request: Request) -> Response:
 async def _resume(service: Service) -> bool:
     """Have generation go on; return False if it was not paused."""
     was = "paused" in service.engine.rests
-    expect_steps(service)
     await asyncio.to_thread(service.engine.resume)
     return was
-
-
-def expect_steps(service: Service) -> None:
-    """Begin to count the time without a step anew: the last one was long ago."""
-    service.state.busy_since = time.monotonic()
 
 
 def query_of(request: Request, model: type[Q]) -> Q:

@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from vlm_serve.engine.features.sleep import PARTS, check_parts
-from vlm_serve.server.api.pauses import VLLM_MODES, expect_steps, named, query_of
+from vlm_serve.server.api.pauses import VLLM_MODES, named, query_of
 from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.request_body import read_optional
 from vlm_serve.server.api.weights import check_operator
@@ -80,7 +80,6 @@ async def resume_memory_occupation(service: Service, request: Request) -> Respon
 
 async def _wake_up(service: Service, wanted: Tags) -> Response:
     parts = None if wanted.tags is None else check_parts(wanted.tags)
-    expect_steps(service)
     return _told(await asyncio.to_thread(service.engine.wake_up, parts))
 
 
