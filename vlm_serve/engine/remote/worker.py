@@ -191,7 +191,9 @@ class Worker:
         self._tell_served()
 
     def _update(self, source: str | Path, version: str | None, options: Any) -> WeightsIdentity:
-        return self._engine.update_weights(source, version=version, **options)
+        return self._telling(
+            partial(self._engine.update_weights, source, version=version, **options)
+        )
 
     def _sleep(self, parts: Collection[str], mode: str) -> frozenset[str]:
         return self._engine.sleep(parts, mode=mode)
