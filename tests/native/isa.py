@@ -65,7 +65,7 @@ EMULATED_FLAGS = (
 )
 # A kernel's struct that gains a field must not find zero in it.
 EXTRA_FLAGS = ("-Werror=missing-field-initializers", *includes())
-COMPILE_LIMIT_S, RUN_LIMIT_S, TEST_LIMIT_S = 300.0, 600.0, 1200.0
+COMPILE_LIMIT_S, RUN_LIMIT_S, TEST_LIMIT_S = 300.0, 900.0, 1200.0
 TESTS = ("tests/kernels", *map(str, ROOT.glob("tests/models/test_*_step.py")))
 # Neither depends on the processor's instructions: Triton's kernels are interpreted or need a GPU.
 WITHOUT = "not triton and not aot"
