@@ -1,10 +1,12 @@
-"""Change the weights of an engine again and again, and see whether its memory grows.
+"""Change an engine's weights and let it sleep again and again, and see whether its memory grows.
 
     python benchmarks/weight_updates.py [--updates 100]
 
-The weights of a small random checkpoint change in turns to those of its folder and to embeddings of
-ever new values, and an answer is asked for behind each update. Resident memory is printed behind
-every tenth one. The run fails if it is more than 2 % apart between the tenth and the last update.
+The weights of a small random checkpoint with a vision tower change in turns to those of its folder
+and to embeddings of ever new values, and an answer is asked for behind each update. With those of
+the folder the engine then gives back all of its memory, wakes up and answers again. Resident memory
+is printed behind every tenth update. The run fails if it is more than 2 % apart between the tenth
+and the last one.
 """
 
 from __future__ import annotations
@@ -48,11 +50,15 @@ def main() -> int:
     sizes = dict[int, int]()
     print(describe(os.cpu_count() or 1), flush=True)
     with tempfile.TemporaryDirectory() as name:
-        folder = make_checkpoint(Path(name) / "model", SPECS["text, tied"])
+        folder = make_checkpoint(Path(name) / "model", SPECS["dense"])
         with Pipeline(folder, config) as pipe:
             for number in range(1, given.updates + 1):
                 update(pipe, folder, number)
                 pipe.chat(f"What is {number}?", ANSWER)
+                if number % 2 == 0:
+                    pipe.engine.sleep(("kv_cache", "weights"))
+                    pipe.engine.wake_up()
+                    pipe.chat(f"What was {number}?", ANSWER)
                 if number % 10 == 0:
                     sizes[number] = resident_bytes(os.getpid())
                     print(f"{number:>4} updates, {sizes[number] / 2**20:.1f} MiB", flush=True)
