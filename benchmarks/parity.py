@@ -76,7 +76,7 @@ def cases(checkpoint: Path, pipe: Pipeline) -> Iterator[tuple[str, list[Comparis
     with Pipeline(checkpoint, small_pool(pipe, 110, 4)) as crowded:
         names = known.keys() & {"one image", "several turns", "text"} if media else known.keys()
         yield "after eviction", run(*([known[name]] for name in sorted(names) * 2), on=crowded)
-    with Pipeline(checkpoint, small_pool(pipe, 40, 4)) as crowded:
+    with Pipeline(checkpoint, small_pool(pipe, 36, 4)) as crowded:
         yield "after preemption", run([random_ids(120, 20 + i) for i in range(4)], on=crowded)
         assert crowded.engine.stats()["num_preemptions"] > 0
     with Pipeline(checkpoint, config(max_num_batched_tokens=64)) as slow:
