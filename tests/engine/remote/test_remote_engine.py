@@ -214,7 +214,8 @@ def test_a_grammar_is_compiled_and_kept_over_there(apart: RemoteEngine) -> None:
     assert "".join(delta.text for delta in answer.told()) in ("maybe", "never")
     assert apart.grammars.find(form) is not None and apart.grammars.find(form, b"x") is not None
     other = Answer(apart, chat(apart), params)  # it begins behind a thought, if there is one
-    assert apart.grammars.find(form, b"", chat(apart).keys.root) is not None
+    owner = chat(apart).keys.owners.prompt
+    assert apart.grammars.find(form, b"", owner) is not None
     other.told()
     with pytest.raises(InvalidRequestError):
         apart.grammars.compile(StructuredOutputs(regex="("))
