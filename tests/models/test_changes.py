@@ -40,14 +40,15 @@ def config(name: str) -> dict[str, Any]:
     return full_config(spec, text) if spec.vision_depth else text
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - {"granitemoehybrid", "nemotron_h"}))
 def test_a_rotation_by_option_is_that_of_a_file_with_the_same_fields(
     tmp_path: Path, kind: str
 ) -> None:
     path = make_checkpoint(tmp_path, next(iter(FAMILIES[kind].values())))
     raw = read_json(path / "config.json")
     asked = read_spec(path, Changes(rotation=YARN))
-    text = raw.get("text_config", raw)
+    whole = raw.get("thinker_config", raw)
+    text = whole.get("text_config", whole)
     name = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
     text[name] = (text.get(name) or {}) | YARN
     assert asked == spec_of(raw)
