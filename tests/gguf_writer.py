@@ -259,7 +259,7 @@ def write_tower(
 
 
 def _rotary_tower(writer: gguf.GGUFWriter, vision: Mapping[str, Any], *, gated: bool) -> None:
-    """What the files of Qwen2-VL's and Qwen2.5-VL's towers say: windows by their period alone."""
+    """Write what files of Qwen2-VL's and Qwen2.5-VL's towers say: windows by their period alone."""
     writer.add_clip_projector_type("qwen2.5vl_merger" if gated else "qwen2vl_merger")
     writer.add_vision_image_size(560)
     writer.add_vision_attention_layernorm_eps(1e-6)

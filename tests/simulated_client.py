@@ -93,13 +93,13 @@ class Client:
                 assert received[-1] == END_OF_TURN
 
     def under(self, weights: bytes) -> None:
-        """These weights compute from now on."""
+        """Note that these weights compute from now on."""
         for sequence in self.group.sequences:
             if sequence.answer.finish_reason is None:
                 self._epochs(sequence.index)[sequence.num_generated] = weights
 
     def _epochs(self, choice: int) -> dict[int, bytes]:
-        """From which token of a choice on which weights compute."""
+        """Weights of a choice, each with the token from which on they compute."""
         return self.epochs.setdefault(choice, {0: self.weights})
 
     def _verify_weights(self) -> None:

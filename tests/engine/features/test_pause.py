@@ -36,18 +36,6 @@ from vlm_serve.sampling_params import SamplingParams
 TOKENS, AT = 40, 9
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return both(SPECS["text, tied"], tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture
-def engine(text: list[Path]) -> Iterator[Engine]:
-    made = changing(text[0])
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def cold(text: list[Path]) -> Iterator[dict[Path, Engine]]:
     made = {path: started(path) for path in text}

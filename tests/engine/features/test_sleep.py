@@ -6,7 +6,6 @@ import gc
 import mmap
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,18 +27,6 @@ from vlm_serve.system.host_memory import resident_bytes
 
 ALL = ("weights", "kv_cache")
 TIERS: dict[str, dict[str, Any]] = {"none": {}, "host": {"host_cache_memory": "16MiB"}, "disk": {}}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return both(SPECS["text, tied"], tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture
-def engine(text: list[Path]) -> Iterator[Engine]:
-    made = changing(text[0])
-    yield made
-    made.close()
 
 
 def caches(engine: Engine) -> CacheTensors:
@@ -123,7 +110,7 @@ def test_a_paused_engine_stays_paused_when_it_wakes(engine: Engine) -> None:
 
 
 def test_new_weights_between_the_parts(engine: Engine, text: list[Path]) -> None:
-    """As trainers do it: weights wake, change, and then the cache wakes."""
+    """Weights wake, change, and then the cache wakes, as trainers do it."""
     ask(engine)
     engine.sleep(ALL)
     assert engine.wake_up(["weights"]) == {"kv_cache"} and engine.rests

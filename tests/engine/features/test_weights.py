@@ -7,7 +7,6 @@ import json
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,18 +76,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Two checkpoints that differ in all weights, and in nothing else."""
     old, new = both(KINDS[request.param], tmp_path_factory.mktemp("pair"))
     return Pair(old, new, EXTRA.get(request.param, {}))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return both(SPECS["text, tied"], tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture
-def engine(text: list[Path]) -> Iterator[Engine]:
-    made = changing(text[0])
-    yield made
-    made.close()
 
 
 @pytest.mark.always
@@ -207,7 +194,7 @@ def test_what_is_refused_by_name(engine: Engine, text: list[Path], tmp_path: Pat
 
 
 def test_a_folder_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
-    """Where config.json says nothing, a stored head decides; the digests would be equal then."""
+    """A stored head decides where config.json says nothing; the digests would be equal then."""
     paths = both(replace(SPECS["internvl"], tied_embeddings=True), tmp_path)
     for path in paths:
         config = json.loads((path / "config.json").read_text())

@@ -222,7 +222,7 @@ def test_bounds_of_pictures(bounds: bool, tmp_path: Path) -> None:
 
 
 def test_means_of_pictures(tmp_path: Path) -> None:
-    """They are the checkpoint's in float32, in which pixels are computed."""
+    """Means are the checkpoint's in float32, in which pixels are computed."""
     checkpoint = make_checkpoint(tmp_path / "model")
     file = checkpoint / "preprocessor_config.json"
     mean = [0.48145466, 0.4578275, 0.40821073]

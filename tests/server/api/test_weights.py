@@ -136,7 +136,7 @@ def segment() -> Iterator[SharedMemory]:
 
 
 def test_tensors_come_from_shared_memory(server: RunningServer, place: Path) -> None:
-    """As a trainer leaves them there, who removes them after the answer."""
+    """The trainer that leaves them there removes them after the answer."""
     assert server.post(UPDATE, {"model_path": "first"}).status_code == 200
     old = ask(server)[0]
     file = next((place / "allowed" / "second").glob("*.safetensors"))
