@@ -65,14 +65,15 @@ def test_every_cut_goes_on_with_the_bits_of_the_whole(
         prefills=slices,
         snapshots=[(one, cut, row) for (one, _, cut), row in zip(slices, kept, strict=True)],
     ).logits
-    for cut, part in zip(cuts, found.split(list(cuts)), strict=True):
+    for cut, part in zip(cuts, torch.split(found, list(cuts)), strict=True):
         assert torch.equal(part, logits[:cut]), cut
     for one, row in zip(ones, kept, strict=True):
         one.row = row
 
     rest = [LENGTH - cut for cut in cuts]
     slices = [(one, cut, LENGTH) for one, cut in zip(ones, cuts, strict=True)]
-    for cut, part in zip(cuts, driver.step(prefills=slices).logits.split(rest), strict=True):
+    found = driver.step(prefills=slices).logits
+    for cut, part in zip(cuts, torch.split(found, rest), strict=True):
         assert torch.equal(part, logits[cut:LENGTH]), cut
 
     if not compiled:
@@ -85,7 +86,7 @@ def test_every_cut_goes_on_with_the_bits_of_the_whole(
             one.tokens.append(TOKENS[at])
         assert (driver.step(decodes=decoded).logits == logits[at]).all(), at
     verified = driver.step(drafts=[(one, LENGTH, 0) for one in drafted]).logits
-    for part in verified.split(TAIL):
+    for part in torch.split(verified, TAIL):
         assert torch.equal(part, logits[LENGTH:])
 
 
