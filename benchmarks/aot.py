@@ -3,11 +3,11 @@
     python benchmarks/aot.py [--only PART,...] [--models 4B,...] [--targets sm_90,...]
     python benchmarks/aot.py --check [--all] [--write] [--tritons pinned,3.6.0]
 
-No GPU is needed: the ops are called at the shapes of the shared checkpoints, their launches are
-recorded instead of run, and each distinct specialisation is compiled for each target. Without
-`--check` that is printed. The check compares each kernel with the limits of `common/aot_limits.py`
-and with its row in `aot.json.xz`. It compiles only kernels that have changed since; with `--all`
-every one. `--write` keeps the new rows and writes aot.md.
+No GPU is needed: the ops are called at the shapes of the shared checkpoints and of LFM2, Nemotron 3
+and Granite 4, their launches are recorded instead of run, and each distinct specialisation is
+compiled for each target. Without `--check` that is printed. The check compares each kernel with the
+limits of `common/aot_limits.py` and with its row in `aot.json.xz`. It compiles only kernels that
+have changed since; with `--all` every one. `--write` keeps the new rows and writes aot.md.
 
 Other versions of Triton than the installed one lie in `.venv/triton-VERSION`, which
 `make .venv/triton-3.6.0/installed` fills; each is checked by a process of its own.
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 # Triton decides at import whether kernels are compiled or interpreted.
@@ -30,6 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import triton
 from common.aot_cases import cases
+from common.aot_hybrids import hybrids
 
 from benchmarks.common import aot_kept
 from benchmarks.common.aot_compile import TARGETS, Usage, compile_launch, specialisation
@@ -48,7 +50,7 @@ def record(target: str, only: Sequence[str], models: Sequence[str]) -> dict[str,
     """Every distinct launch of the cases on a target, by the names of case and kernel."""
     found: dict[str, dict[object, Launch]] = {}
     seen: set[object] = set()
-    for label, call in cases(models):
+    for label, call in chain(cases(models), hybrids()):
         with triton_everywhere(), record_launches(TARGETS[target][0]) as launches:
             call()
         for launch in launches:

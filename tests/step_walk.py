@@ -19,6 +19,7 @@ CONDITIONS = {
     "sizes.gated": "gated attention",
     "self.shared is not None": "shared expert",
     "self.shared": "several ranks",
+    "self.sharers > 1": "ranks that share a group",
     "self.up is None": "on a GPU",
     "gate": "gated attention",
     "self.drafts": "with `mtp` drafts",

@@ -20,7 +20,6 @@ from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
     gates,
     recurrent_gated_delta,
-    step_lengths,
     verify_gated_delta,
 )
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
@@ -72,8 +71,6 @@ def cases(models: Sequence[str]) -> Iterator[Case]:
             yield from _experts(shapes)
             yield from changed_experts(shapes, CODES)
     yield from _segments()
-    yield from _mamba2(torch.bfloat16, "mamba2")
-    yield from _mamba2(torch.float32, "mamba2 fp32")
     yield "sampling", _sampling
 
 
@@ -175,41 +172,6 @@ def _state_ops(shapes: Shapes) -> Iterator[Case]:
         arguments = _gated_delta_inputs(shapes, BATCH * DRAFTED, dtype)
         updates = _updates(shapes, BATCH * DRAFTED)
         yield label, partial(verify_gated_delta, *arguments, state, updates, verify_meta())
-
-
-def _mamba2(dtype: torch.dtype, label: str) -> Iterator[Case]:
-    """Mamba2's layers of Granite 4 H, the widest published: 128 heads of 64 in one group."""
-    heads, dim, states, factors = 128, 64, 128, torch.empty(128)
-    pool = torch.empty(STATE_ROWS, 2, heads, states, dim)[:, 0]
-    updates = Updates(
-        torch.empty(BATCH * DRAFTED, 2, 1, states)[:, 0],
-        torch.empty(BATCH * DRAFTED, 2, heads, dim)[:, 0],
-        torch.empty(BATCH * DRAFTED, 2, heads)[:, 0],
-        half(BATCH * DRAFTED, 2, heads * dim + 2 * states)[:, 0],
-    )
-
-    def inputs(tokens: int) -> tuple[torch.Tensor, ...]:
-        x = torch.empty(tokens, heads * dim + 2 * states, dtype=dtype)
-        v, k, q = (x[:, :-256], x[:, -256:-128], x[:, -128:])
-        lengths, decay = step_lengths(
-            torch.empty(tokens, heads, dtype=dtype), factors, factors, (0.0, float("inf"))
-        )
-        return q[:, None], k[:, None], v.unflatten(1, (heads, dim)), decay, lengths
-
-    ops: tuple[tuple[Callable[..., object], int, tuple[object, ...]], ...] = (
-        (chunk_gated_delta, TOKENS, (prefill_meta(),)),
-        (recurrent_gated_delta, BATCH, (decode_meta(),)),
-        (verify_gated_delta, BATCH * DRAFTED, (updates, verify_meta())),
-    )
-    for op, tokens, rest in ops:
-        yield (
-            label,
-            lambda op=op, tokens=tokens, rest=rest: op(  # type: ignore[misc]
-                *inputs(tokens), pool, *rest, skip=factors
-            ),
-        )
-    rows, weight = torch.empty(TOKENS, 1, heads * dim, dtype=dtype), half(1, heads * dim)
-    yield label, partial(gated_rms_norm, rows, rows, weight, 1e-6, gate_first=True)
 
 
 def _attention(shapes: Shapes) -> Iterator[Case]:

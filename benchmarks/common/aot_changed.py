@@ -60,6 +60,12 @@ def changed(shapes: Shapes) -> Iterator[Case]:
         yield f"few_rows changed {kind}", partial(few_rows, x, weight, around)
 
 
+def activated(hidden: int, columns: int) -> Callable[[], object]:
+    """Return a call of what follows a product with adapters in an MLP without gates."""
+    out, change = half(TOKENS, columns), _u(half(TOKENS, hidden), _site(TOKENS, 1))
+    return partial(extended, CPU, out, out.float(), Epilogue("relu2"), change)
+
+
 def _u(x: torch.Tensor, site: Site) -> Reduced:
     return Reduced(torch.empty(-(-x.shape[1] // SPAN), len(x), site.width), site)
 
@@ -78,15 +84,16 @@ def changed_experts(
     count, width, hidden = shapes.experts, shapes.expert_width, shapes.hidden
     plain = half(count, 2 * width, hidden), half(count, hidden, width)
     for tokens in (32, 512, 4096):
-        yield "moe changed", _experts(shapes, tokens, *plain)
+        yield "moe changed", routed_with_adapters(shapes, tokens, *plain)
     for name, of_size in codes.items():
         stored = of_size(count * 2 * width, hidden), of_size(count * hidden, width)
-        yield f"moe changed {name}", _experts(shapes, 32, *stored)
+        yield f"moe changed {name}", routed_with_adapters(shapes, 32, *stored)
 
 
-def _experts(
+def routed_with_adapters(
     shapes: Shapes, tokens: int, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored
 ) -> Callable[[], object]:
+    """Return a call of routed experts of rows with adapters."""
     ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
     x, weights = half(tokens, shapes.hidden), half(tokens, shapes.top_k)
     sites = ExpertSites(_site(tokens, 2), _site(tokens, 1))

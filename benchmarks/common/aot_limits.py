@@ -84,6 +84,18 @@ ALLOWANCES = (
         spilled=160,
     ),
     Allowance(
+        r"(lfm2|nemotron|granite), attention: decode_kernel",
+        NVIDIA,
+        "As above, with heads of 64 and of 128 dimensions.",
+        spilled=80,
+    ),
+    Allowance(
+        r"(lfm2|nemotron|granite), attention: prefill_kernel",
+        ("sm_80", "sm_120"),
+        "A running output and the scores beside it take all 255 registers.",
+        spilled=160,
+    ),
+    Allowance(
         r"attention float32 on float32(, gated)?: (prefill|decode)_kernel",
         NVIDIA,
         "float32 is the parity mode: a product is three products of split operands, whose parts "
@@ -156,7 +168,7 @@ ALLOWANCES = (
         spilled=64,
     ),
     Allowance(
-        r"moe changed.*: (experts_down|gate_up|down)_kernel",
+        r"(nemotron, )?moe changed.*: (experts_down|gate_up|down)_kernel",
         ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
         "Values around the loop over adapters, beside sums of tiles as large as the base's: other "
         "tiles would round rows without an adapter in another way. The most are in steps of "

@@ -20,13 +20,14 @@ def page() -> str:
         "# Kernels compiled ahead of time",
         "",
         "Written by `python benchmarks/aot.py --check --write`, which compiles every Triton kernel "
-        "at the shapes of the shared checkpoints without a GPU, reads the code, and compares it "
-        "with limits. Every kernel fits the shared memory of its target, and has a barrier of the "
-        "program between a wait for `wgmma` and the next write of its operands, and before a "
-        "`tcgen05.mma` of what other threads have written or read. On NVIDIA each loop that asks "
-        "for it keeps two tiles or more, with a copy in flight while it computes. "
-        "`python benchmarks/aot_show.py` prints what each kernel takes, and with `--since REV` "
-        "what has changed. What is allowed to spill, or to copy nothing ahead:",
+        "at the shapes of the shared checkpoints, and those of LFM2, Nemotron 3 and Granite 4 at "
+        "theirs, without a GPU, reads the code, and compares it with limits. Every kernel fits the "
+        "shared memory of its target, and has a barrier of the program between a wait for `wgmma` "
+        "and the next write of its operands, and before a `tcgen05.mma` of what other threads have "
+        "written or read. On NVIDIA each loop that asks for it keeps two tiles or more, with a "
+        "copy in flight while it computes. `python benchmarks/aot_show.py` prints what each kernel "
+        "takes, and with `--since REV` what has changed. What is allowed to spill, or to copy "
+        "nothing ahead:",
         "",
         "| kernels | targets | allowed | why |",
         "|---|---|---|---|",

@@ -255,15 +255,20 @@ VLM_INLINE float reduce_max(const Vec& v) {
 
 VLM_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 
-// Returns one over the root mean square.
 template <typename T>
-VLM_INLINE float inverse_rms(const T* x, int64_t width, float eps) {
+VLM_INLINE float sum_of_squares(const T* x, int64_t width) {
     Vec squares = zero();
     for (int64_t c = 0; c < width; c += LANES) {
         const Vec own = load(x + c);
         squares = fma(own, own, squares);
     }
-    return 1.0f / square_root(sum(squares) / (float)width + eps);
+    return sum(squares);
+}
+
+// Returns one over the root mean square.
+template <typename T>
+VLM_INLINE float inverse_rms(const T* x, int64_t width, float eps) {
+    return 1.0f / square_root(sum_of_squares(x, width) / (float)width + eps);
 }
 
 }  // namespace vlm

@@ -24,6 +24,7 @@ _gated_rms_norm = Op(
     compiled=compiled.gated_rms_norm,
     triton=f"{_TRITON}:gated_rms_norm",
 )
+_gated_squares = Op(reference.gated_squares, triton=f"{_TRITON}:gated_squares")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -51,6 +52,7 @@ def gated_rms_norm(
     eps: float,
     *,
     gate_first: bool = False,
+    mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `(weight * (x / rms(x))) * silu(gate)`.
 
@@ -63,6 +65,8 @@ def gated_rms_norm(
         weight: `[Dv]`; `[heads, Dv]` for x `[T, heads, Dv]` with a weight for each head.
         eps: added to the mean square.
         gate_first: whether the gate comes before the norm.
+        mean: with `gate_first`, float32 `x.shape[:-1]`, mean squares to take in place of the rows'
+            own, because these rows are parts of wider ones.
 
     Returns:
         Same shape and dtype as x.
@@ -71,9 +75,26 @@ def gated_rms_norm(
         KernelArgumentError: naming the argument at fault.
     """
     _check(x, weight)
+    _check_gate(x, gate)
+    if mean is not None:
+        if not gate_first:
+            raise KernelArgumentError("mean", "needs gate_first")
+        check_tensor("mean", mean, x.shape[:-1], (torch.float32,), x.device)
+    return _gated_rms_norm(x.device, x, gate, weight, eps, gate_first=gate_first, mean=mean)
+
+
+def gated_squares(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Sum the squares of `x * silu(gate)` over each row, to float32 `x.shape[:-1]`.
+
+    The arguments are those of `gated_rms_norm`, and so are its errors.
+    """
+    _check_gate(x, gate)
+    return _gated_squares(x.device, x, gate)
+
+
+def _check_gate(x: torch.Tensor, gate: torch.Tensor) -> None:
     if gate.shape != x.shape or gate.dtype != x.dtype:
         raise KernelArgumentError("gate", "must have the shape and dtype of x")
-    return _gated_rms_norm(x.device, x, gate, weight, eps, gate_first=gate_first)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:

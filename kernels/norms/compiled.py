@@ -26,6 +26,7 @@ def gated_rms_norm(
     eps: float,
     *,
     gate_first: bool = False,
+    mean: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     if gate_first or not (knows_rows(x) and knows_rows(gate)):
         return None

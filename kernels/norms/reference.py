@@ -19,11 +19,16 @@ def gated_rms_norm(
     eps: float,
     *,
     gate_first: bool = False,
+    mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if gate_first:
-        return (_unit(silu_times(gate, widened(x)), eps) * weight).to(x.dtype)
+        return (_unit(silu_times(gate, widened(x)), eps, mean) * weight).to(x.dtype)
     normed = _unit(x, eps) * weight
     return silu_times(gate, normed).to(x.dtype)
+
+
+def gated_squares(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return silu_times(gate, widened(x)).square().sum(-1)
 
 
 def centred(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -32,6 +37,7 @@ def centred(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed * (1 + weight.to(normed.dtype))
 
 
-def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:
+def _unit(x: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
     wide = widened(x)
-    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    square = wide.square().mean(-1, keepdim=True) if mean is None else mean[..., None]
+    return wide * (square + eps).rsqrt()

@@ -99,10 +99,8 @@ def _gated_kernel(
 
 
 @triton.jit
-def _normed_gated_kernel(
-    x, gate, weight, out, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Gate one head of a token, then norm it."""
+def _gated_row(x, gate, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Gate this program's head of its token; return its place among all, and its values."""
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -111,12 +109,29 @@ def _normed_gated_kernel(
     wide = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     own = gate.at + token * gate.token + head * gate.head + columns
     gates = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    wide *= gates * tl.sigmoid(gates)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    factor = tl.load(weight + head * weight_stride + columns, mask=inside, other=0.0)
-    place = (token * tl.num_programs(0) + head) * SIZE + columns
-    normed = wide * scale * factor.to(tl.float32)
-    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+    return token * tl.num_programs(0) + head, wide * (gates * tl.sigmoid(gates))
+
+
+@triton.jit
+def _normed_gated_kernel(
+    x, gate, weight, mean, out, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gate one head of a token, then norm it, with its own mean square or a given one."""
+    place, wide = _gated_row(x, gate, SIZE, BLOCK)
+    square = tl.sum(wide * wide, axis=0) / SIZE if mean is None else tl.load(mean + place)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    own = weight + tl.program_id(0) * weight_stride + columns
+    factor = tl.load(own, mask=inside, other=0.0)
+    normed = wide * tl.rsqrt(square + eps) * factor.to(tl.float32)
+    tl.store(out + place * SIZE + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _squares_kernel(x, gate, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Gate one head of a token, and sum its squares."""
+    place, wide = _gated_row(x, gate, SIZE, BLOCK)
+    tl.store(out + place, tl.sum(wide * wide, axis=0))
 
 
 def gated_rms_norm(
@@ -126,6 +141,7 @@ def gated_rms_norm(
     eps: float,
     *,
     gate_first: bool = False,
+    mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide, gates = _token_heads(x), _token_heads(gate)
     tokens, heads, size = wide.shape
@@ -136,14 +152,14 @@ def gated_rms_norm(
             "x": strided(wide),
             "gate": strided(gates),
             "weight": weight,
+            "mean": None if mean is None else mean.contiguous(),
             "out": out,
             "weight_stride": weight.stride(0) if weight.dim() == 2 else 0,
             "eps": eps,
             "SIZE": size,
             "BLOCK": block,
         }
-        warps = min(16, max(1, block // 512))
-        launch(_normed_gated_kernel, (heads, tokens), arguments, num_warps=warps)
+        launch(_normed_gated_kernel, (heads, tokens), arguments, num_warps=_warps(block))
         return out
     # About 2048 elements per program keep four warps busy with 16-byte loads.
     rows_per_program = max(1, 2048 // block)
@@ -165,6 +181,22 @@ def gated_rms_norm(
     }
     launch(_gated_kernel, (triton.cdiv(tokens * heads, rows_per_program),), arguments)
     return out
+
+
+def gated_squares(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    wide, gates = _token_heads(x), _token_heads(gate)
+    tokens, heads, size = wide.shape
+    out = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    block = power_of_two(size)
+    own = {"x": strided(wide), "gate": strided(gates)}
+    arguments = {**own, "out": out, "SIZE": size, "BLOCK": block}
+    launch(_squares_kernel, (heads, tokens), arguments, num_warps=_warps(block))
+    return out
+
+
+def _warps(block: int) -> int:
+    """Return the warps of a program with one row of this many values."""
+    return min(16, max(1, block // 512))
 
 
 def _token_heads(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from kernel_oracles import gated_rms_norm_reference, rms_norm_reference
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.norms import gated_rms_norm, gated_squares, rms_norm
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -59,5 +59,10 @@ def test_bad_arguments_are_named() -> None:
         rms_norm(x, weight[:7], EPS)
     with pytest.raises(KernelArgumentError, match="gate"):
         gated_rms_norm(x, x[:2], weight, EPS)
+    with pytest.raises(KernelArgumentError, match="gate"):
+        gated_squares(x, x[:2])
+    for mean, first in ((x[:, 0], False), (x, True), (x[:, 0].double(), True)):
+        with pytest.raises(KernelArgumentError, match="mean"):
+            gated_rms_norm(x, x, weight, EPS, gate_first=first, mean=mean)
     with pytest.raises(KernelArgumentError, match="x"):
         rms_norm(x.int(), weight, EPS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_oracles import gated_rms_norm_reference, qk_norm_rope_reference, rms_norm_reference
 
-from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.norms import gated_rms_norm, gated_squares, rms_norm
 from vlm_serve.kernels.rope import Rotation, qk_norm_rope
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
@@ -31,6 +31,24 @@ def test_values(dtype: torch.dtype, rows: int) -> None:
             gated_rms_norm(heads, gate, factors, 1e-6, gate_first=first),
             gated_rms_norm_reference(heads, gate, factors, 1e-6, first),
         )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_parts_of_rows_with_the_mean_of_whole_ones(dtype: torch.dtype, rows: int) -> None:
+    x, gate = torch.randn(2, rows, 1, 96).to(dtype)
+    weight = torch.randn(96)
+    halves = [slice(0, 40), slice(40, 96)]
+    mean = sum(gated_squares(x[..., half], gate[..., half]) for half in halves) / 96
+    assert isinstance(mean, torch.Tensor) and mean.dtype == torch.float32
+    parts = [
+        gated_rms_norm(
+            x[..., half], gate[..., half], weight[half], 1e-6, gate_first=True, mean=mean
+        )
+        for half in halves
+    ]
+    whole = gated_rms_norm_reference(x, gate, weight, 1e-6, gate_first=True)
+    near(torch.cat(parts, -1), whole)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

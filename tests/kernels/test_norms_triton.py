@@ -7,7 +7,7 @@ import torch
 from kernel_oracles import gated_rms_norm_reference, rms_norm_reference
 from triton_case import TOLERANCE, assert_near, heads_of, kernels, randn
 
-from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.norms import gated_rms_norm, gated_squares, rms_norm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -58,3 +58,23 @@ def test_gates_before_norms_of_heads_with_factors_of_their_own(dtype: torch.dtyp
         result = gated_rms_norm(x, gate, weight, 1e-6, gate_first=True)
     expected = gated_rms_norm_reference(x, gate, weight, 1e-6, gate_first=True)
     assert_near(result, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_have_parts_of_a_row(dtype: torch.dtype) -> None:
+    """With the squares of all parts a part has the norm of the whole row."""
+    fused, weight = randn(3, 240, dtype=dtype), randn(160, seed=2)
+    gate, x = fused[:, None, :160], randn(3, 1, 160, dtype=dtype, seed=1)
+    parts = [slice(0, 80), slice(80, 160)]
+    with kernels():
+        squares = torch.cat([gated_squares(x[..., own], gate[..., own]) for own in parts], 1)
+        mean = (squares.sum(1, keepdim=True) / 160).repeat(1, 2)[:, 1:]
+        results = [
+            gated_rms_norm(
+                x[..., own], gate[..., own], weight[own], 1e-6, gate_first=True, mean=mean
+            )
+            for own in parts
+        ]
+    assert squares.dtype == torch.float32
+    expected = gated_rms_norm_reference(x, gate, weight, 1e-6, gate_first=True)
+    assert_near(torch.cat(results, -1), expected, TOLERANCE[dtype])

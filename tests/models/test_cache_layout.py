@@ -7,7 +7,7 @@ import torch
 from vlm_serve.cache.tiers.entry import Kind
 from vlm_serve.engine.core.media_tiers import to_bytes
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
-from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
+from vlm_serve.models.cache_layout import CacheLayout, CacheTensors, Pool
 from vlm_serve.models.parts.attention import Attention
 
 BLOCK, HEADS, DIM = 16, 2, 32
@@ -36,3 +36,9 @@ def test_how_they_lie_does_not_change_what_is_stored() -> None:
         stored = transfer.read_kv(1, tokens)
         assert stored == to_bytes((content[:, :, :tokens].clone(),))
         assert len(stored) == transfer.num_bytes(Kind.KV, tokens)
+
+
+def test_a_rank_has_its_part_of_each_kind_of_head() -> None:
+    """Of 8 heads of 32, and of 2 of 16 twice, which four ranks repeat."""
+    pool = Pool("conv", "inputs", "row", (320, 3), split=0, heads=((8, 32), (2, 16), (2, 16)))
+    assert [pool.of_rank(ranks).entry for ranks in (1, 2, 4)] == [(320, 3), (160, 3), (96, 3)]

@@ -4,7 +4,9 @@ one piece, token by token and alone. What transformers computes: `test_new_archi
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from rank_threads import on_ranks
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models import load_model, read_spec
+from vlm_serve.models.parts.mamba2 import Mamba2
 from vlm_serve.models.registry import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -133,21 +136,68 @@ def near(found: torch.Tensor, expected: torch.Tensor, *, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_ranks_share_groups(tmp_path: Path, compiled: bool) -> None:
-    path = write_checkpoint(tmp_path, MAMBA2 | {"expert_size": 64})
+@pytest.mark.parametrize(("groups", "size"), [(2, 2), (1, 2), (2, 4), (1, 4)])
+def test_ranks_share_groups_or_heads_of_them(
+    tmp_path: Path, compiled: bool, groups: int, size: int
+) -> None:
+    """Ranks compute what one computes, each keeps its part of the states, and a prompt in slices
+    has the bits of the whole."""
+    config = MAMBA2 | {"mamba_groups": groups, "expert_size": 64, "intermediate_size": 128}
+    path, apart = write_checkpoint(tmp_path, config), threading.Barrier(size)
     read_spec(path)  # imports what threads cannot import at the same time
 
-    def logits(ranks: Ranks) -> torch.Tensor:
-        driver, one = driver_of(path, compiled, ranks), text_sequence(TOKENS[:50])
-        ranks.begin(1)
-        return torch.cat([driver.prefill(one, splits=(20,)), driver.step(decodes=[one]).logits])
+    def begin(ranks: Ranks, step: int) -> None:
+        if ranks.shared:
+            apart.wait()
+        ranks.begin(step)
 
-    alone, (shared, _) = logits(ALONE), on_ranks(2, logits)
-    assert isinstance(shared, torch.Tensor), shared
-    torch.testing.assert_close(shared, alone, rtol=1e-3, atol=1e-3)
+    def work(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        driver, found = driver_of(path, compiled, ranks), []
+        for step, splits in enumerate(((), (7, 33))):
+            one, kept = text_sequence(TOKENS[:50], cuts=(7, 33)), driver.take_row()
+            edges = [0, *splits, 50]
+            for first, end in pairwise(edges):
+                begin(ranks, 1 + 10 * step + first)
+                last = [(one, 50, kept)] if end == 50 else []
+                found.append(driver.step(prefills=[(one, first, end)], snapshots=last).logits)
+        begin(ranks, 90)
+        one.tokens += TOKENS[50:54]
+        found.append(driver.step(drafts=[(one, 50, 0)]).logits)
+        begin(ranks, 91)
+        one.tokens[52:] = TOKENS[60:62]
+        found.append(driver.step(drafts=[(one, 52, 2)]).logits)
+        driver.fold(one, 2)
+        pools = [driver.caches[pool][kept] for pool in ROWS]
+        return found[0], torch.cat(found[1:]), pools + rows(driver, one)
+
+    whole, rest, states = work(ALONE)
+    ranks = Mamba2(heads=4, head_dim=32, groups=groups, state_dim=16, taps=4)
+    for rank, found in enumerate(on_ranks(size, work)):
+        assert isinstance(found, tuple), found
+        if not rank:
+            torch.testing.assert_close(found[0], whole, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(found[1], rest, rtol=1e-3, atol=1e-3)
+            assert torch.equal(found[1][:50], found[0])
+        own = Ranks(rank, size)
+        channels = torch.cat(
+            [torch.arange(384)[span.start : span.stop] for span in ranks._mixed(own)]
+        )
+        for part, state in zip(found[2], states, strict=True):
+            at = own.share(4)
+            mine = state[:, at.start : at.stop] if state.dim() == 4 else state[:, channels]
+            torch.testing.assert_close(part, mine, rtol=1e-3, atol=1e-3)
 
 
-def test_one_group_is_not_shared(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, MAMBA2 | ONE)
-    with pytest.raises(ConfigError, match="1 groups of Mamba2 heads cannot be split over 2 ranks"):
-        read_spec(path).cache_layout(2)
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({"mamba_heads": 6, "mamba_groups": 1}, 4, "6 Mamba2 heads cannot be split over 4 ranks"),
+        ({"mamba_heads": 12, "mamba_groups": 3}, 2, "3 groups of Mamba2 heads cannot be split"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    tmp_path: Path, changes: dict[str, int], size: int, message: str
+) -> None:
+    path = write_checkpoint(tmp_path, MAMBA2 | {"expert_size": 64} | changes)
+    with pytest.raises(ConfigError, match=message):
+        read_spec(path).cache_layout(size)

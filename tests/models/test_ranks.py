@@ -24,16 +24,15 @@ SPECS = {
     kind: replace(
         next(iter(shapes.values())),
         attention_heads=8,
-        gdn_key_heads=4,
         gdn_value_heads=8,
         moe_intermediate_size=64,
+        gdn_key_heads=1 if kind.startswith("granite") else 4,
         hidden_size=128 if kind.startswith(("qwen2", "granite")) else 64,
-        pattern="****" if kind.startswith("granite") else next(iter(shapes.values())).pattern,
     )
     for kind, shapes in FAMILIES.items()
 }
-"""With two heads of keys and values, which four ranks repeat. Granite's Mamba2 layers have one
-group, which no ranks share, so its model has attention alone."""
+"""With two heads of keys and values, which four ranks repeat, as all do with the B and C of the
+one group that Granite's Mamba2 layers have."""
 
 
 def _logits(path: Path, ranks: Ranks, compiled: bool) -> torch.Tensor:

@@ -38,6 +38,8 @@ class Pool:
         split: the dimension of the entry that tensor parallelism splits, None for none; if it is
             smaller than the number of ranks, each of them has one.
         swapped: a dimension of the entry stored behind the next one in a CPU's memory.
+        heads: what follows one another in the dimension that is split: numbers of heads, and the
+            size of each; every number is split by itself. Without them the dimension counts heads.
     """
 
     kind: str
@@ -46,13 +48,15 @@ class Pool:
     entry: tuple[int, ...]
     split: int | None
     swapped: int | None = None
+    heads: tuple[tuple[int, int], ...] = ()
 
     def of_rank(self, ranks: int) -> Pool:
         """Return the pool of one of so many ranks."""
         if self.split is None:
             return self
         sizes = list(self.entry)
-        sizes[self.split] = max(1, sizes[self.split] // ranks)
+        heads = self.heads or ((sizes[self.split], 1),)
+        sizes[self.split] = sum(max(1, count // ranks) * size for count, size in heads)
         return replace(self, entry=tuple(sizes))
 
     def shape(self, block_size: int) -> tuple[int, ...]:

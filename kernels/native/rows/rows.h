@@ -9,10 +9,14 @@ namespace vlm {
 constexpr int64_t MAX_DIM = 256;
 
 template <typename X, typename T>
-inline void norm_row(const X* x, T* out, int64_t width, const float* factors, float eps) {
-    const float scale = inverse_rms(x, width, eps);
+inline void scale_row(const X* x, T* out, int64_t width, const float* factors, float scale) {
     for (int64_t c = 0; c < width; c += LANES)
         store(out + c, load(x + c) * scale * load(factors + c));
+}
+
+template <typename X, typename T>
+inline void norm_row(const X* x, T* out, int64_t width, const float* factors, float eps) {
+    scale_row(x, out, width, factors, inverse_rms(x, width, eps));
 }
 
 template <typename X, typename T>
@@ -38,13 +42,9 @@ inline void gated_norm_row(const X* x, const T* gate, T* out, int64_t width, con
         store(out + c, load(x + c) * scale * load(factors + c) * silu(load(gate + c)));
 }
 
-// The norm of x * silu(gate), which goes to `scratch` first; `out` may be x.
 template <typename T>
-inline void norm_gated_row(const T* x, const T* gate, T* out, int64_t width, const float* factors,
-                           float eps, float* scratch) {
-    for (int64_t c = 0; c < width; c += LANES)
-        store(scratch + c, load(x + c) * silu(load(gate + c)));
-    norm_row(scratch, out, width, factors, eps);
+inline void gate_row(const T* x, const T* gate, float* out, int64_t width) {
+    for (int64_t c = 0; c < width; c += LANES) store(out + c, load(x + c) * silu(load(gate + c)));
 }
 
 template <typename T>

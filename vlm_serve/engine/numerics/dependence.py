@@ -57,10 +57,11 @@ _BY_NUMBER: Mapping[str, Dependence] = {
 }
 _BY_NOTHING = {
     "a program computes a row, or several apart": """moe.triton:route norms.triton:rms_norm
-        norms.triton:gated_rms_norm rope.triton:qk_norm_rope kv_write.triton:rotate_and_write
-        kv_write.triton:write_kv elementwise.triton:silu_times elementwise.triton:times_sigmoid
-        causal_conv.triton:causal_conv_prefill gated_delta.decoding_triton:gates
-        gated_delta.mamba2_triton:step_lengths rope.halves_triton:rotate_halves""",
+        norms.triton:gated_rms_norm norms.triton:gated_squares rope.triton:qk_norm_rope
+        kv_write.triton:rotate_and_write kv_write.triton:write_kv elementwise.triton:silu_times
+        elementwise.triton:times_sigmoid causal_conv.triton:causal_conv_prefill
+        gated_delta.decoding_triton:gates gated_delta.mamba2_triton:step_lengths
+        rope.halves_triton:rotate_halves""",
     "one tile for all rows, with one order over K": "linear.fixed_triton:product",
     "fixed parts of keys, merged in their order": "paged_attention.triton:attention_prefill",
     "a patch reads its own picture": "segment_attention.triton:segment_attention",

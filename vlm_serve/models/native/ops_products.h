@@ -70,19 +70,15 @@ void perform(const Run& run, const Product& op) {
 
 template <typename T>
 void perform(Run& run, const Reduce& op) {
-#pragma omp single
-    run.abandoned = !barrier(*run.program.ranks);
-    if (run.abandoned) return;
-    const Ranks& ranks = *run.program.ranks;
+    if (!run.meet()) return;
+    const int64_t ranks = run.program.ranks->size;
     const Strided<float> out = run.rows<float>(op.out);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < run.tokens; ++t)
         for (int64_t c = 0; c < op.width; c += LANES) {
-            auto part = [&](int64_t rank) {
-                return load((const float*)slot(ranks, rank, ranks.count - 1) + t * op.width + c);
-            };
+            auto part = [&](int64_t rank) { return load(run.slot_of(rank, op.width)(t) + c); };
             Vec sum = part(0);
-            for (int64_t rank = 1; rank < ranks.size; ++rank) sum = sum + part(rank);
+            for (int64_t rank = 1; rank < ranks; ++rank) sum = sum + part(rank);
             store(out(t) + c, rounded<T>(load(out(t) + c) + sum));
         }
 }

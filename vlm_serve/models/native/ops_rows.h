@@ -71,14 +71,30 @@ void perform(const Run& run, const Sigmoid& op) {
 }
 
 template <typename T>
-void perform(const Run& run, const GateNorm& op) {
+void perform(Run& run, const GateNorm& op) {
     const Strided<T> x = run.rows<T>(op.x), gate = run.rows<T>(op.gate), out = run.rows<T>(op.out);
     float* scratch = delta_scratch().get(op.width);
+    const bool shared = op.sharers > 1;
+    if (shared) {
+        const Strided<float> squares = run.own_slot(1);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < run.tokens; ++t) {
+            gate_row(x(t), gate(t), scratch, op.width);
+            *squares(t) = sum_of_squares(scratch, op.width);
+        }
+        if (!run.meet()) return;
+    }
+    const int64_t first_rank = shared ? run.program.ranks->rank / op.sharers * op.sharers : 0;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < run.tokens * op.groups; ++i) {
         const int64_t t = i / op.groups, first = i % op.groups * op.width;
-        norm_gated_row(x(t) + first, gate(t) + first, out(t) + first, op.width, op.factors + first,
-                       (float)op.eps, scratch);
+        gate_row(x(t) + first, gate(t) + first, scratch, op.width);
+        float squares = shared ? *run.slot_of(first_rank, 1)(t) : sum_of_squares(scratch, op.width);
+        for (int64_t other = 1; other < op.sharers; ++other)
+            squares += *run.slot_of(first_rank + other, 1)(t);
+        const float mean = squares / (float)(op.sharers * op.width);
+        scale_row(scratch, out(t) + first, op.width, op.factors + first,
+                  1.0f / square_root(mean + (float)op.eps));
     }
 }
 

@@ -135,10 +135,12 @@ struct Scan {
     Updates updates;  // of this layer, see DeltaNet; their inputs are ShortConv's
 };
 
-// The norm of x * silu(gate), in groups of adjacent elements.
+// The norm of x * silu(gate), in groups of adjacent elements. Several adjacent ranks may share one
+// group, of which each has `width` elements.
 struct GateNorm {
     View x, gate, out;
     int64_t groups, width;  // of a group
+    int64_t sharers;        // ranks that share each group; 1: its elements are all here
     const float* factors;   // [groups, width]
     double eps;
 };

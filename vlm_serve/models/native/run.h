@@ -40,6 +40,19 @@ struct Run {
         const Ranks& ranks = *program.ranks;
         return {(float*)slot(ranks, ranks.rank, ranks.count), width};
     }
+
+    // Waits for the other ranks. Returns false, on all threads, if one of them has left the step.
+    bool meet() {
+#pragma omp single
+        abandoned = !barrier(*program.ranks);
+        return !abandoned;
+    }
+
+    // Returns what a rank had in its slot when they met last.
+    Strided<const float> slot_of(int64_t rank, int64_t width) const {
+        const Ranks& ranks = *program.ranks;
+        return {(const float*)slot(ranks, rank, ranks.count - 1), width};
+    }
 };
 
 }  // namespace vlm

@@ -72,7 +72,7 @@ class GatedDelta(Mixer):
 
     def pools(self) -> tuple[Pool, ...]:
         keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
-        return state_pools(keys, values, (self.channels, self.taps - 1))
+        return state_pools(keys, values, self.taps)
 
     def heads_to_split(self) -> Mapping[str, int]:
         return {"linear key heads": self.key_heads, "linear value heads": self.value_heads}
@@ -143,20 +143,20 @@ class StateLayer:
     updates: Updates | None = None
 
 
-def state_pools(
-    keys: tuple[int, int], values: tuple[int, int], tails: tuple[int, int]
-) -> tuple[Pool, ...]:
-    """Return the pools of a recurrent matrix per value head behind a convolution. `keys` and
-    `values`: heads and their dims; `tails`: channels, and inputs of each, the oldest first. What
-    updates hold: see `Updates`."""
+def state_pools(keys: tuple[int, int], values: tuple[int, int], taps: int) -> tuple[Pool, ...]:
+    """Return the pools of a recurrent matrix per value head behind a convolution of that many
+    taps. `keys` and `values`: heads and their dims. The channels are those of values, keys and
+    queries, of each the last inputs, the oldest first. What updates hold: see `Updates`."""
     heads, dim = values
+    mixed = (values, keys, keys)
+    channels = sum(count * size for count, size in mixed)
     return (
         Pool("recurrent", "state", "row", (heads, keys[1], dim), split=0),
-        Pool("conv", "inputs", "row", tails, split=0),
+        Pool("conv", "inputs", "row", (channels, taps - 1), split=0, heads=mixed),
         Pool("update_keys", "exact", "update", keys, split=0),
         Pool("update_changes", "exact", "update", values, split=0),
         Pool("update_decays", "exact", "update", (heads,), split=0),
-        Pool("update_inputs", "inputs", "update", tails[:1], split=0),
+        Pool("update_inputs", "inputs", "update", (channels,), split=0, heads=mixed),
     )
 
 

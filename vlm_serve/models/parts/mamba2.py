@@ -30,7 +30,7 @@ from vlm_serve.kernels.gated_delta import (
 from vlm_serve.kernels.gated_delta.compiled import STATE_TYPES
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, VerifyMeta
-from vlm_serve.kernels.norms import Normed, gated_rms_norm
+from vlm_serve.kernels.norms import Normed, gated_rms_norm, gated_squares
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import LoadedMixer, Mixer, Norm, OutputProjection, Step, rows_of
@@ -74,15 +74,18 @@ class Mamba2(Mixer):
 
     def pools(self) -> tuple[Pool, ...]:
         keys, values = (self.groups, self.state_dim), (self.heads, self.head_dim)
-        return state_pools(keys, values, (self.channels, self.taps - 1))
+        return state_pools(keys, values, self.taps)
 
     def heads_to_split(self) -> Mapping[str, int]:
-        # The norm needs a whole group, so a group is not split.
+        return {"Mamba2 heads": self.heads}
+
+    def heads_to_repeat(self) -> Mapping[str, int]:
+        # Ranks that share a group's heads have copies of its B and C each.
         return {"groups of Mamba2 heads": self.groups}
 
     def load(self, source: Weights, layer: str, hidden: int, norm: Norm) -> LoadedMamba2:
         name, heads, mixed = f"{layer}.{self.name}", self.heads, self._mixed(source.ranks)
-        share, groups = source.ranks.share(heads), source.ranks.share(self.groups)
+        share, groups = source.ranks.share(heads), source.ranks.share_or_copy(self.groups)
         (values,) = rows_of(share, self.head_dim)
         wide, total = f"{name}.in_proj", self.values + self.channels + heads
         first = self.values + self.channels
@@ -118,12 +121,13 @@ class Mamba2(Mixer):
                 Part(f"{out}.bias", (hidden,)) if self.bias else None,
             ),
             eps=norm.eps,
+            sharers=max(1, source.ranks.size // self.groups),
         )
 
     def _mixed(self, ranks: Ranks) -> tuple[range, ...]:
         """Return a rank's channels of the convolution: its x, B and C among all."""
         (values,) = rows_of(ranks.share(self.heads), self.head_dim)
-        (keys,) = rows_of(ranks.share(self.groups), self.state_dim)
+        (keys,) = rows_of(ranks.share_or_copy(self.groups), self.state_dim)
         width = self.groups * self.state_dim
         return (
             values,
@@ -134,8 +138,8 @@ class Mamba2(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class LoadedMamba2(LoadedMixer):
-    """One product, `in_proj`, computes the gate z, x, B, C and the steps' lengths, in this
-    order."""
+    """One product, `in_proj`, computes the gate z, x, B, C and the steps' lengths, in this order.
+    `sharers`: adjacent ranks that share the heads of each group."""
 
     sizes: Mamba2
     in_proj: Linear
@@ -147,6 +151,7 @@ class LoadedMamba2(LoadedMixer):
     norm: torch.Tensor
     out_proj: OutputProjection
     eps: float
+    sharers: int
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> StateLayer:
         return state_layer(pools)
@@ -170,9 +175,20 @@ class LoadedMamba2(LoadedMixer):
         core = parts[0] if len(parts) == 1 else torch.cat(parts)
         if keep is not None:
             core, z, residual = core[keep], z[keep], residual[keep]
-        shape = (-1, *self.norm.shape)
-        out = gated_rms_norm(core.view(shape), z.view(shape), self.norm, self.eps, gate_first=True)
+        core, z = core.view(-1, *self.norm.shape), z.view(-1, *self.norm.shape)
+        mean = None
+        if self.sharers > 1:
+            mean = self._mean_squares(core, z)
+        out = gated_rms_norm(core, z, self.norm, self.eps, gate_first=True, mean=mean)
         return self.out_proj(out.view(-1, sizes.values), residual, step.kept(keep))
+
+    def _mean_squares(self, core: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Return the mean squares of the gated rows of this rank's group, float32 `[T, 1]`."""
+        ranks = self.out_proj.ranks
+        group = slice(ranks.rank // self.sharers, ranks.rank // self.sharers + 1)
+        sums = torch.zeros(len(core), ranks.size // self.sharers, device=core.device)
+        sums[:, group] = gated_squares(core, z)
+        return ranks.sum(sums)[:, group] / (self.sharers * core.shape[-1])
 
     def _scanned(
         self,
@@ -253,6 +269,7 @@ class LoadedMamba2(LoadedMixer):
             out=core,
             groups=groups,
             width=width,
+            sharers=self.sharers,
             factors=program.vector(self.norm),
             eps=self.eps,
         )
