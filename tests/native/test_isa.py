@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
-from native.isa import Outcome, Report, differences, kernel, outcome, parsed, summary
+import subprocess
+from pathlib import Path
 
+import pytest
+from native.isa import (
+    EXTRA_FLAGS,
+    FOLDER,
+    Outcome,
+    Report,
+    differences,
+    kernel,
+    outcome,
+    parsed,
+    summary,
+)
+
+from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import FUNCTIONS
 
 
@@ -29,6 +43,17 @@ def test_results_do_not_depend_on_the_processor(outcomes: list[Outcome]) -> None
         # Few machines run its code, all compile it.
         if not each.report and (each.processor, each.state) != ("sapphirerapids", "compiled only"):
             pytest.skip(f"{each.processor}: {each.note}")
+
+
+@pytest.mark.parametrize("source", sorted(FOLDER.glob("*.cpp")), ids=lambda path: path.stem)
+def test_the_cases_fit_the_calls_of_the_kernels(source: Path) -> None:
+    try:
+        how = recipe()
+    except BuildError as error:
+        pytest.skip(str(error))
+    command = [how.compiler, *how.flags, *EXTRA_FLAGS, "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-4000:]
 
 
 def ran(processor: str, products: str, **digests: str) -> Outcome:

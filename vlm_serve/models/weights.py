@@ -119,7 +119,9 @@ class Weights:
         """Take tensors in the place of those in the files."""
         unknown = sorted(given.source(name) for name in given.names() if name not in self._files)
         if unknown:
-            raise CheckpointError(f"the checkpoint has no {unknown[0]} that could be replaced")
+            raise CheckpointError(
+                f"the checkpoint has no {unknown[0][:200]} that could be replaced"
+            )
         self._files.update(dict.fromkeys(given.names(), given))
 
     def _prefix(self, prefixes: Sequence[str], anchor: str) -> str:

@@ -177,6 +177,8 @@ def test_what_is_refused_by_name(engine: Engine, text: list[Path], tmp_path: Pat
         engine.update_weights(other)
     with pytest.raises(InvalidRequestError, match="has no nonsense that could be replaced"):
         engine.update_weights([("nonsense", torch.zeros(1))])
+    with pytest.raises(InvalidRequestError, match=f"has no {'n' * 200} that could be replaced"):
+        engine.update_weights([("n" * 100_000, torch.zeros(1))])
     with pytest.raises(InvalidRequestError, match="needs tensors"):
         engine.update_weights([])
     with pytest.raises(InvalidRequestError, match="no safetensors"):

@@ -17,8 +17,9 @@ from vlm_serve.server.api.adapters import MAX_PATH, folder_below
 from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.request_body import read_json
 from vlm_serve.server.http.auth import refuse_tenants
-from vlm_serve.server.http.browsers import is_loopback, refuse_foreign_scripts
+from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.errors import PermissionDeniedError, renamed_params
+from vlm_serve.system.hosts import is_loopback
 from vlm_serve.system.private_files import is_own
 
 if TYPE_CHECKING:

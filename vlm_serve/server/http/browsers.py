@@ -6,14 +6,13 @@ since browsers send no key with a preflight request.
 
 from __future__ import annotations
 
-import ipaddress
-
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.errors import PermissionDeniedError, error_for
 from vlm_serve.server.http.request_id import request_id_of
+from vlm_serve.system.hosts import is_loopback
 
 
 def refuse_foreign_scripts(scope: Scope, config: ServerConfig) -> None:
@@ -56,17 +55,6 @@ def is_unguarded(config: ServerConfig) -> bool:
     """Return True if anybody with access to an address beyond loopback may ask without a key."""
     has_keys = bool(config.api_key) or config.tenant_keys is not None
     return not has_keys and config.uds is None and not is_loopback(config.host)
-
-
-def is_loopback(name: str) -> bool:
-    """Return True if a host name or address always means the local machine."""
-    name = name.lower().removesuffix(".")
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def host_name(header: str) -> str:

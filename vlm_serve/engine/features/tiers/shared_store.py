@@ -6,7 +6,6 @@ become reachable later, so the server starts without it and retries (`cache/tier
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 import stat
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from vlm_serve.cache.tiers.sharing import WritableStore
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.system.extras import install_command
+from vlm_serve.system.hosts import is_loopback
 
 MIN_KEY_BYTES = 32
 DEFAULT_PORT = 6379
@@ -101,7 +101,7 @@ def read_address(config: EngineConfig) -> SharedAddress | None:
     with_tls = _SCHEMES[url.scheme]
     if query and not with_tls:
         raise _invalid(f"has a parameter {next(iter(query))!r}, which requires TLS")
-    is_local = _is_loopback(host)
+    is_local = is_loopback(host)
     if not (is_local or with_tls or config.shared_store_insecure):
         raise _invalid(
             "is on another machine: use rediss:// or valkeys:// (TLS), or allow plain text with "
@@ -192,15 +192,6 @@ def _read_key(path: Path) -> bytes:
             f"{param} must hold at least {MIN_KEY_BYTES} bytes, got {len(secret)}", param=param
         )
     return secret
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _invalid(problem: str) -> ConfigError:
