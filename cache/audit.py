@@ -150,7 +150,7 @@ def _check_lease(ledger: Ledger, lease: Lease) -> None:
         shared = lease.prefilled if ledger.config.exact_only else lease.length
         assert len(lease.path) >= shared // size, "invariant 7: computed and unpublished"
     else:
-        assert not lease.path, "invariant 7: published although it must not be"
+        assert len(lease.path) == lease.old_path, "invariant 7: published although it must not be"
     if lease.snapshot is not None:
         assert not lease.committed, "invariant 7: a restore pin outlived the first commit"
         assert lease.snapshot.position == lease.boundary, "invariant 5: restores another position"

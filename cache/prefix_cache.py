@@ -505,6 +505,7 @@ class PrefixCache:
             prefilled=parent.prefilled,
             exact=parent.exact,
             private=parent.private,
+            old_path=parent.old_path,
             answered=parent.answered,
             num_shared=parent.num_shared,
             path=list(parent.path),
@@ -577,7 +578,7 @@ class PrefixCache:
         if lease.state is LeaseState.OPEN:
             self.abandon(lease)
             self._expect(lease, None)
-        lease.private = True
+        lease.private, lease.old_path = True, len(lease.path)
 
     def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
         """Return the expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are

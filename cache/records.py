@@ -315,6 +315,7 @@ class Lease:
         copies: (source block, destination block, rows) to copy before the first step.
         committed: a step has succeeded since the lease was opened.
         private: nothing that it computes is ever published.
+        old_path: nodes of its path that hold what other weights computed, since a change of them.
         moved: first entry of `blocks` that has been replaced since `PrefixCache.take_moved`:
             somebody else has published a block with the same tokens; None if none has.
         answered: number of tokens between the last block boundary and `boundary` that the model
@@ -332,6 +333,7 @@ class Lease:
     copies: tuple[tuple[int, int, int], ...] = ()
     committed: bool = False
     private: bool = False
+    old_path: int = 0
     moved: int | None = None
     answered: int = 0
     state: LeaseState = LeaseState.OPEN

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,8 +75,17 @@ class QueuedSymbolic:
     def hold(self, slot: int, adapter: AdapterIdentity | None) -> None:
         self._queue(partial(self._inner.hold, slot, adapter))
 
-    def change(self, weights: WeightsIdentity) -> None:
-        self._queue(partial(self._inner.change, weights))
+    def change(self, weights: WeightsIdentity, kept: Mapping[int, int]) -> None:
+        self._queue(partial(self._inner.change, weights, kept))
+
+    def restart(self, sequence: int) -> None:
+        self._queue(partial(self._inner.restart, sequence))
+
+    def fork(self, sequence: int, parent: int) -> None:
+        self._queue(partial(self._inner.fork, sequence, parent))
+
+    def release(self) -> None:
+        self._queue(self._inner.release)
 
     def register(self, info: SequenceInfo) -> None:
         self._reading[info.sequence] = info.params.return_routed_experts

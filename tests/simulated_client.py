@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from symbolic import END_OF_TURN, NOTHING, chain, expert_rows, extended, logprob_rows, next_token
+from symbolic import (
+    END_OF_TURN,
+    NOTHING,
+    chain,
+    continued,
+    expert_rows,
+    extended,
+    logprob_rows,
+    mixed,
+    next_token,
+)
 
 from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs
 from vlm_serve.engine.requests.request import Request
-from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 from vlm_serve.preprocess.identity.prompt import Prompt
+
+
+class Spell(NamedTuple):
+    """From which token of an answer on other weights compute.
+
+    Attributes:
+        token: of the answer.
+        kept: so many tokens of prompt and answer stay as they were computed before.
+        weights: compute what is behind these.
+    """
+
+    token: int
+    kept: int
+    weights: bytes
 
 
 @dataclass
@@ -30,6 +55,7 @@ class Client:
     expert_gaps: int = 0
     weights: bytes = NOTHING
     epochs: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    spells: dict[int, list[Spell]] = field(default_factory=dict)
 
     def push(self, delta: Delta) -> None:
         assert delta.index not in self.finished, "a delta after the last one"
@@ -54,8 +80,7 @@ class Client:
         prompt = request.prompt
         token_ids = [*prompt.token_ids, *self.tokens[delta.index]]
         start = request.params.routed_experts_prompt_start
-        weights = [*self._epochs(delta.index).values()][-1]
-        digests = chain(prompt.positions, token_ids, weights)
+        digests = self._digests(delta.index, token_ids)
         expected = expert_rows(digests, start, len(token_ids) - 1).copy()
         for first, last in delta.routed_experts_gaps:
             assert not self.complete_experts, "a gap although only complete rows may be reused"
@@ -67,8 +92,9 @@ class Client:
     def _verify_logprobs(self, reports: tuple[PromptLogprobs, ...]) -> None:
         """Each is what the model says cold to the same prefix."""
         prompt, params = self.group.request.prompt, self.group.request.params
-        weights = self._epochs(0)[0]
-        digests = chain(prompt.positions, prompt.token_ids, weights)
+        if any(spell.kept for spell in self._spells(0)):
+            return  # the row between two weights is that of neither
+        digests = self._digests(0, [*prompt.token_ids])
         first = max(1, params.prompt_logprobs_start)
         rows = logprob_rows(digests, first, len(prompt), params.prompt_logprobs or 0)
         assert len(reports) == len(rows)
@@ -84,19 +110,49 @@ class Client:
         self._verify_weights()
         for sequence in self.group.sequences:
             received = self.tokens.get(sequence.index, [])
-            epochs = self._epochs(sequence.index)
-            expected = cold_answer(self.group.request, sequence.info.seed, len(received), epochs)
+            spells = self._spells(sequence.index)
+            request = self.group.request
+            forced = dict(enumerate(request.forced)).get(sequence.index, ())
+            expected = cold_answer(request, sequence.info.seed, len(received), spells, forced)
             assert received == expected, "a hit changed the answer"
             if self.finished[sequence.index] == "length":
                 assert len(received) == self.group.request.params.max_tokens
             if self.finished[sequence.index] == "stop":
                 assert received[-1] == END_OF_TURN
 
-    def under(self, weights: bytes) -> None:
-        """Note that these weights compute from now on."""
+    def under(self, weights: bytes, kept: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Note that these weights compute from now on; `kept`: of some sequences (by number) they
+        keep what others have computed of so many tokens."""
         for sequence in self.group.sequences:
             if sequence.answer.finish_reason is None:
-                self._epochs(sequence.index)[sequence.num_generated] = weights
+                token = sequence.num_generated
+                self._epochs(sequence.index)[token] = weights
+                spell = Spell(token, kept.get(sequence.number, 0), weights)
+                self._spells(sequence.index).append(spell)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Note that a choice has lost what was kept of it."""
+        spells = self._spells(sequence.index)
+        spells.append(Spell(sequence.num_generated, 0, spells[-1].weights))
+
+    def fork(self, parent: Sequence, choice: Sequence) -> None:
+        """Note that a choice goes on from its parent's prompt."""
+        self.spells[choice.index] = [*self._spells(parent.index)]
+
+    def keeps(self, choice: int) -> int:
+        """Tokens of a choice that others computed than those that go on."""
+        return self._spells(choice)[-1].kept
+
+    def _spells(self, choice: int) -> list[Spell]:
+        return self.spells.setdefault(choice, [Spell(0, 0, self.weights)])
+
+    def _digests(self, choice: int, token_ids: list[int]) -> list[bytes]:
+        """What a choice leaves of each prefix, computed by the weights of its spells."""
+        prompt, digests = self.group.request.prompt, list[bytes]()
+        for spell in self._spells(choice):
+            if spell.token <= len(token_ids) - len(prompt):
+                digests = _under(spell, digests, prompt, token_ids)
+        return digests
 
     def _epochs(self, choice: int) -> dict[int, bytes]:
         """Weights of a choice, each with the token from which on they compute."""
@@ -138,18 +194,31 @@ def cold_answer(
     request: Request,
     seed: int,
     count: int,
-    epochs: Mapping[int, bytes] = MappingProxyType({0: NOTHING}),
+    spells: Iterable[Spell] = (Spell(0, 0, NOTHING),),
+    forced: Tokens[int] = (),
 ) -> list[int]:
     """What a model says that has computed nothing before.
 
     Args:
-        epochs: from which token on it has which weights.
+        spells: which weights it has, and when.
+        forced: what it has to say at first.
     """
-    prompt, answer = request.prompt, list[int]()
+    prompt, answer, digests = request.prompt, list[int](), list[bytes]()
+    spell = Spell(0, 0, NOTHING)
     for at in range(count):
-        if at in epochs:
-            digest = chain(prompt.positions, [*prompt.token_ids, *answer], epochs[at])[-1]
-        token = next_token(digest, seed)
-        answer.append(token)
-        digest = extended(digest, token)
+        if answer:
+            between = 0 < spell.kept == len(prompt) + at - 1
+            before = mixed(digests[-1], spell.weights) if between else digests[-1]
+            digests.append(extended(before, answer[-1]))
+        for each in spells:
+            if each.token == at:
+                spell = each
+                digests = _under(spell, digests, prompt, [*prompt.token_ids, *answer])
+        answer.append(forced[at] if at < len(forced) else next_token(digests[-1], seed))
     return answer
+
+
+def _under(spell: Spell, digests: list[bytes], prompt: Prompt, token_ids: list[int]) -> list[bytes]:
+    if not spell.kept:
+        return chain(prompt.positions, token_ids, spell.weights)
+    return continued(digests[: spell.kept + 1], prompt.positions, token_ids, spell.weights)

@@ -48,6 +48,9 @@ class _Weights:
     def tower_fingerprint(self) -> bytes:
         return self.identity[1]
 
+    def drop_weights(self) -> None:
+        """Keep the names alone: no step may run."""
+
     def take_weights(self, other: _Weights) -> None:
         self.identity = other.identity
         self._told(self.identity)
@@ -62,6 +65,10 @@ class _Reader:
         self.new = NewWeights(cast("Model", self.model), load)
 
     def from_folder(self, path: Path, call: Call, below: Path | None) -> Model:
+        return self.new.read(path, {}, call)
+
+    def again(self, call: Call) -> Model:
+        path = Path(str(EPOCHS.index(self.model.identity)))
         return self.new.read(path, {}, call)
 
 
@@ -83,8 +90,14 @@ class WeightSimulation(Simulation):
         return replace(super()._feature_options(), weights=cast("WeightReader", self._reader))
 
     def _tell(self, weights: WeightsIdentity) -> None:
-        self.executor.change(weights)
-        self.twin.change(weights)
+        queues = self.scheduler.queues
+        self._kept = {
+            each.number: each.num_computed
+            for each in (*queues.running, *queues.waiting)
+            if each.held is not None
+        }
+        self.executor.change(weights, self._kept)
+        self.twin.change(weights, self._kept)
 
     # What an update knows of the loop.
 
@@ -92,13 +105,23 @@ class WeightSimulation(Simulation):
     def groups(self) -> list[SequenceGroup]:
         return [client.group for client in self.clients.values()]
 
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def has_idle_callers(self) -> bool:
+        return self.scheduler.has_idle_callers
+
     def abort(self, request_id: str) -> None:
         self._deliver(self.scheduler.end(self.clients[request_id].group))
 
     def _traffic(self) -> None:
         super()._traffic()
-        if self._under_way is not None or self._changes.random() >= self._rate:
-            return
+        if self._under_way is None and self._changes.random() < self._rate:
+            self._update()
+
+    def _update(self) -> None:
         epoch, abort = self._changes.randrange(len(EPOCHS)), self._changes.random() < 0.1
         begun = {group for group in self.groups if any(s.num_generated for s in group.sequences)}
         # A prompt of which something was computed is looked up again.
@@ -106,7 +129,7 @@ class WeightSimulation(Simulation):
         self.counts["most hits"] += len(again)
         self._updates.update(str(epoch), lambda swap: swap(), abort=abort)
         for client in self.clients.values():
-            client.under(self._updates.identity.whole)
+            client.under(self._updates.identity.whole, self._kept)
         self._forget_removed()
         self.cache.check()
         self.counts["updates"] += 1

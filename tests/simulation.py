@@ -21,7 +21,7 @@ import numpy as np
 from join_watch import JoinWatch
 from letters import Letters
 from queued_symbolic import QueuedSymbolic
-from simulated_client import Client, cold_answer
+from simulated_client import Client, Spell, cold_answer
 from simulated_drafts import Guesser
 from simulated_places import plant
 from simulated_prompts import Prompts
@@ -275,12 +275,17 @@ class Simulation:
         request = self._with_adapter(request)
         if self._replays is not None and not request.cold and self._replays.random() < 0.5:
             request = replace(request, forced=self._beginnings(request, self._replays))
+        self._enter(request, prompt, poisonous=rng.random() < self._failure_rate / 2)
+        self.counts["requests"] += 1
+
+    def _enter(self, request: Request, prompt: Prompt, *, poisonous: bool) -> None:
+        """Queue a request whose caller asked with this prompt."""
         language = Language(Letters(), frozenset({END_OF_TURN}), VOCABULARY, self.max_model_len)
         group = SequenceGroup(request, self._numbers, language)
         client = Client(
             group,
             asked=prompt,
-            poisonous=rng.random() < self._failure_rate / 2,
+            poisonous=poisonous,
             complete_experts=self.config.complete_experts,
             weights=self.executor.weights,
         )
@@ -291,7 +296,6 @@ class Simulation:
                 self.executor.poisonous.add(sequence.number)
         self.clients[request.request_id] = client
         self.scheduler.add(group)
-        self.counts["requests"] += 1
 
     def _keyed(self, prompt: Prompt) -> Prompt:
         return prompt
@@ -303,8 +307,9 @@ class Simulation:
         """Of its choices: what they would say anyway, as far as some other engine had come."""
         seed, most = request.params.seed, request.params.max_tokens
         assert seed is not None and most is not None
+        now = Spell(0, 0, self.executor.weights)
         return tuple(
-            tuple(cold_answer(request, seed + index, rng.randint(0, most)))
+            tuple(cold_answer(request, seed + index, rng.randint(0, most), [now]))
             for index in range(rng.randint(0, request.params.n))
         )
 
@@ -426,7 +431,7 @@ class Simulation:
             if len(client.finished) == len(group.sequences):
                 client.verify()
                 del self.clients[request.request_id]
-                self._prompts.answered(client.asked, client.tokens.get(0, []), self._ends)
+                self._answered(client)
                 self.counts[delta.finish_reason or ""] += 1
                 self.counts["cold"] += request.cold
                 # Who has tokens was told of once; who was ended before may have been.
@@ -441,6 +446,10 @@ class Simulation:
                     # Struck once in company and once alone: bad luck, but only by injection.
                     self.counts["unlucky"] += 1
                     assert self._failure_rate > 0
+
+    def _answered(self, client: Client) -> None:
+        """Have later prompts go on from an answer."""
+        self._prompts.answered(client.asked, client.tokens.get(0, []), self._ends)
 
     def _drain(self) -> None:
         """Everything ends, everything comes back."""

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import random
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,6 +191,33 @@ def chain(
     return digests
 
 
+def continued(
+    kept: Sequence[bytes], positions: torch.Tensor, token_ids: Sequence[int], weights: bytes
+) -> list[bytes]:
+    """Digest of every prefix of the token ids, the first ones of which were computed before.
+
+    Args:
+        kept: digests of the first prefixes.
+        positions: of a symbolic prompt.
+        token_ids: of prompt and answer.
+        weights: name those that compute behind the kept prefixes.
+    """
+    first = len(kept) - 1
+    contents = _contents(positions)
+    digests = list(kept)
+    before = mixed(kept[-1], weights)
+    for position in range(first, len(token_ids)):
+        place = contents[position] if position < len(contents) else (b"", 0)
+        digests.append(extended(before, token_ids[position], *place))
+        before = digests[-1]
+    return digests
+
+
+def mixed(prefix: bytes, weights: bytes) -> bytes:
+    """What is left of a prefix, read by other weights than those that computed it."""
+    return hashlib.blake2b(prefix + weights, digest_size=12).digest()
+
+
 def extended(prefix: bytes, token: int, content: bytes = b"", offset: int = 0) -> bytes:
     """Digest of a prefix with one more token."""
     message = prefix + token.to_bytes(4, "little") + offset.to_bytes(4, "little") + content
@@ -251,15 +278,31 @@ class _Known:
     def __init__(self, info: SequenceInfo, weights: bytes) -> None:
         self.info = info
         self.tokens = list(info.token_ids)
+        self.digests: list[bytes] = []
+        self.old: dict[int, bytes] = {}
+        self.before: list[bytes] = []
         self.under(weights)
         self.root = _PLACE.pack(*info.positions[:, 0].tolist())[:32]
         self.certain = len(info.token_ids)
         self.table: list[int] = []
         self.spans = self._spans()
 
-    def under(self, weights: bytes) -> None:
-        """What has come so far, for other weights to compute."""
-        self.digests = chain(self.info.positions, self.tokens, weights)
+    def under(self, weights: bytes, kept: int = 0) -> None:
+        """What has come so far, for other weights to compute behind so many tokens."""
+        self.weights, self.kept = weights, kept
+        self.old = {at: each for at, each in self.old.items() if at < kept}
+        self.before = (self.before or self.digests) if kept else []
+        if kept:
+            known = self.digests[: kept + 1]
+            self.digests = continued(known, self.info.positions, self.tokens, weights)
+        else:
+            self.digests = chain(self.info.positions, self.tokens, weights)
+
+    def follow(self, other: _Known) -> None:
+        """Go on from the prompt of another choice of the same request."""
+        self.weights, self.kept = other.weights, other.kept
+        self.old, self.before = dict(other.old), other.before
+        self.digests = other.digests[: len(self.tokens) + 1]
 
     def take(self, item: Slice) -> None:
         """Takes over what is new in a slice; what has come before must not change, unless it was
@@ -273,7 +316,10 @@ class _Known:
         assert len(item.token_ids) == max(0, item.end - first)
         assert first < len(self.digests), "generated tokens are missing"
         for position, token in enumerate(item.token_ids, first):
-            digest = extended(self.digests[position], token)
+            before = self.digests[position]
+            if self.kept and position == self.kept:
+                before = mixed(before, self.weights)
+            digest = extended(before, token)
             if position + 1 == len(self.digests):
                 self.digests.append(digest)
                 self.tokens.append(token)
@@ -371,11 +417,26 @@ class SymbolicExecutor:
         else:
             self.adapters[slot] = adapter
 
-    def change(self, weights: WeightsIdentity) -> None:
-        """Computes with other weights from now on."""
+    def change(self, weights: WeightsIdentity, kept: Mapping[int, int]) -> None:
+        """Computes with other weights from now on. Some sequences keep what the old ones have
+        computed of so many tokens."""
         self.weights, self.tower = weights
-        for known in self._known.values():
-            known.under(self.weights)
+        for number, known in self._known.items():
+            known.under(self.weights, kept.get(number, 0))
+
+    def restart(self, sequence: int) -> None:
+        """Computes everything of a sequence with the weights of now."""
+        self._known[sequence].under(self.weights)
+
+    def fork(self, sequence: int, parent: int) -> None:
+        """Has a choice go on from what its parent has of the prompt."""
+        self._known[sequence].follow(self._known[parent])
+
+    def release(self) -> None:
+        """Gives all memory back: it holds nothing any more."""
+        self.poison(range(len(self.kv)), range(len(self.rows)))
+        self.updates = [(NOTHING, NOTHING)] * len(self.updates)
+        self.embeddings.clear()
 
     def register(self, info: SequenceInfo) -> None:
         self._known[info.sequence] = _Known(info, self.weights)
@@ -428,6 +489,11 @@ class SymbolicExecutor:
         if self.fail_next or poisoned:
             self.fail_next = False
             self.struck = strike
+            for item in plan.slices:
+                # Nobody has learned which drafts were accepted; other weights accept others.
+                if item.kind == "verify":
+                    known = self._known[item.sequence]
+                    known.certain = min(known.certain, item.start + 1)
             raise StepError(InjectedFailure(), _rows_after(plan.slices, strike))
         self.tokens_computed += plan.num_tokens
         return StepOutput(sampled, self._experts(plan), self._logprobs(plan), drafts)
@@ -502,7 +568,11 @@ class SymbolicExecutor:
         present = max(item.start, min(item.write_start, item.end))
         for position in self._positions_to_check(present, prefill):
             found = self.kv[table[position // size]][position % size]
-            assert found == self._due(known, position + 1), f"wrong KV at {position} of {item}"
+            if known.kept and item.start <= position < item.write_start:
+                # KV reaches deeper than the state, from which on tokens are computed again.
+                known.old[position] = known.before[position + 1]
+            due = known.old.get(position, self._due(known, position + 1))
+            assert found == due, f"wrong KV at {position} of {item}"
         drafted = item.kind == "verify"
         assert len(item.samples) == item.end - item.start or not drafted
         assert (item.updates >= 0) == (drafted and self.has_state)

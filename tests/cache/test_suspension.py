@@ -33,6 +33,26 @@ def test_resuming_is_exact_partial_block_included(length: int, has_state: bool) 
     world.check()
 
 
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_secluded_request_keeps_its_path_and_adds_nothing(suspended: bool) -> None:
+    """It reads what it has published before the weights changed."""
+    world = make_world()
+    run = world.start(Text(numbers(17)))
+    assert run is not None
+    world.step(run, 9)
+    if suspended:
+        assert world.suspend(run)
+    lease = world.parked[0][1].lease if suspended else run.lease
+    assert lease is not None
+    world.cache.seclude(lease)
+    if suspended:
+        assert world.resume(0)
+    world.check()
+    world.step(run, 17)
+    world.cache.check()
+    assert len([*world.cache.nodes()]) == len(run.lease.path) == 2
+
+
 def test_nothing_computed_is_nothing_to_keep() -> None:
     world = make_world()
     run = world.start(Text(numbers(9)))

@@ -9,25 +9,36 @@ import pytest
 import symbolic
 from queued_device import FAULTS, broken
 from simulated_adapters import NAMES, AdapterSimulation
+from simulated_rests import RestSimulation
 from simulated_weights import WeightSimulation
 from simulation import Simulation
 from sweeps import quick
 
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.records import Lease, Node
+from vlm_serve.cache.tiers.down import TierSaver
+from vlm_serve.engine.core.queues import SequenceQueues
+from vlm_serve.engine.features.inspection import Inspector
+from vlm_serve.engine.features.pause import Pause
 from vlm_serve.engine.features.replays import Replays
 from vlm_serve.engine.features.table import TABLE, FeatureRow
 from vlm_serve.engine.features.weights import WeightUpdates
+from vlm_serve.engine.requests.sequence import Sequence as EngineSequence
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.preprocess.identity.keys import WeightsIdentity
 
 STEPS = 200
 EVENTFUL = 34
 """A seed in whose traffic much happens that is rare."""
+RESTFUL = [2, 9]
+"""Seeds in whose traffic all kinds of rests happen."""
 TOTALS: Counter[str] = Counter()
 DRAFTED: Counter[str] = Counter()
 REPLAYED: Counter[str] = Counter()
 QUEUED: Counter[str] = Counter()
 ADAPTED: Counter[str] = Counter()
 CHANGED: Counter[str] = Counter()
+RESTED: Counter[str] = Counter()
 EXACT: Counter[str] = Counter()
 PERMUTED: Counter[str] = Counter()
 AHEAD: Counter[str] = Counter()
@@ -37,6 +48,11 @@ HAPPENS = (
     *("seats given up", "held"),
 )
 WITH_UPDATES = ("updates amid answers", "hit_tokens", "came up", "joins", "failures", "preemptions")
+WITH_RESTS = (
+    *("paused abort", "paused retract", "paused in_place", "paused wait", "asleep retract"),
+    *("asleep wait", "kv_cache given back", "weights given back", "sunk", "updates in place"),
+    *("updates asleep", "pins", "audits", "hit_tokens", "came up", "failures", "preemptions"),
+)
 WITH_ADAPTERS = ("adapted", "shared under two names", "unloaded in use", "loaded", "hit_tokens")
 PLANNED_AHEAD = ("planned ahead", "void steps", "failures", "aborts", "stop", "answer_end")
 EXACTLY = ("preemptions", "failures", "hit_tokens")
@@ -103,6 +119,15 @@ def test_weights_that_change_keep_every_promise_too(seed: int) -> None:
     CHANGED.update(WeightSimulation(seed, **options).run(STEPS))
 
 
+@pytest.mark.parametrize("seed", quick(range(200), RESTFUL, pytest.mark.fuzz))
+def test_pauses_sleep_and_pins_across_updates_keep_every_promise_too(seed: int) -> None:
+    """Answers may span weights in place: then nothing of them is ever published."""
+    exact = seed % 7 == 6
+    options = {"speculative": seed % 3 == 0 and not exact, "exact_only": exact}
+    options |= {"queued": seed % 4 == 1, "ahead": seed % 3 == 1, "small_states": seed % 5 == 3}
+    RESTED.update(RestSimulation(seed, replays=seed % 2 == 0, **options).run(STEPS))
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("seed", quick(range(12), 1, pytest.mark.fuzz))
 def test_no_feature_needs_another(seed: int, row: FeatureRow) -> None:
@@ -147,6 +172,41 @@ def test_keys_of_other_weights_show(
             WeightSimulation(seed).run(STEPS)
 
 
+def _published(cache: PrefixCache, lease: Lease) -> None:
+    """Go on to publish what was computed under old weights."""
+
+
+def _kept(queues: SequenceQueues, sequence: EngineSequence) -> None:
+    """Let a sequence keep what it holds."""
+
+
+def _pinned(inspector: Inspector) -> None:
+    """Leave pins where they are."""
+
+
+def _lost(saver: TierSaver, node: Node, wait_seconds: float) -> None:
+    """Save nothing below the device."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (PrefixCache, "seclude", _published),
+        (SequenceQueues, "retract", _kept),
+        (Inspector, "on_renewed", _pinned),
+        (TierSaver, "save", _lost),
+        (Pause, "may_step", lambda pause: True),
+    ],
+)
+def test_faults_of_rests_show(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: object
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            RestSimulation(seed, replays=seed % 2 == 0).run(STEPS)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_device_behind_the_host_shows_a_fault(fault: str) -> None:
     """Another plan arrives than was sent: it computes something else, or is none."""
@@ -159,6 +219,13 @@ def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
     preempting the fork has to free them at once."""
     counts = Simulation(3197).run(300)
     assert counts["cold"] and counts["steps"] >= 300
+
+
+def test_a_pause_waits_for_a_suspect_that_it_does_not_name() -> None:
+    """This seed orders to sleep behind the answers in flight while a cold request, for which nobody
+    waits, is a suspect: it runs alone before the others, so it has to be let in."""
+    counts = RestSimulation(16, replays=True, ahead=True).run(STEPS)
+    assert counts["asleep wait"] and counts["failures"]
 
 
 def test_nobody_takes_the_blocks_of_a_prompt_that_is_in_the_step() -> None:
@@ -187,6 +254,9 @@ def test_the_traffic_was_worth_its_name() -> None:
     for seed in range(8):
         if not all(CHANGED[what] for what in WITH_UPDATES):
             test_weights_that_change_keep_every_promise_too(seed)
+    for seed in RESTFUL:
+        if not all(RESTED[what] for what in WITH_RESTS):
+            test_pauses_sleep_and_pins_across_updates_keep_every_promise_too(seed)
     for seed in range(8):
         if not all(AHEAD[what] for what in PLANNED_AHEAD):
             AHEAD.update(Simulation(seed, ahead=True).run(STEPS))
@@ -199,6 +269,8 @@ def test_the_traffic_was_worth_its_name() -> None:
         assert EXACT[what] > 0, f"no {what}"
     for what in WITH_UPDATES:
         assert CHANGED[what] > 0, f"no {what}"
+    for what in WITH_RESTS:
+        assert RESTED[what] > 0, f"no {what}"
     assert QUEUED["steps ahead"] > 0
     for what in WITH_ADAPTERS:
         assert ADAPTED[what] > 0, f"no {what}"

@@ -137,10 +137,18 @@ def test_the_rule() -> None:
     assert judge([1, 7], [1], [{1: 0.0}]) == "mismatch"
 
 
-def ended_hit(number: int) -> SequenceGroup:
+def test_an_answer_that_was_given_its_beginning_is_judged_behind_it() -> None:
+    """Other weights, or another server, may have said what it begins with."""
+    auditor = Auditor(1.0)
+    auditor.on_finished(ended_hit(0, forced=((9,),)))
+    request = auditor.start()
+    assert request is not None and request.forced == ((9,),)
+
+
+def ended_hit(number: int, forced: tuple[tuple[int, ...], ...] = ()) -> SequenceGroup:
     params = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = make_prompt([(5, 6, 7, 8)], block_size=4)
-    request = Request(f"r{number}", prompt, params, _ignore, arrival=number)
+    request = Request(f"r{number}", prompt, params, _ignore, arrival=number, forced=forced)
     group = SequenceGroup(
         request, itertools.count(number), Language(Letters(), frozenset(), 50, 64)
     )

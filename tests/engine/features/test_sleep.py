@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import shutil
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -95,6 +96,21 @@ def test_requests_in_flight_may_end(engine: Engine, mode: str) -> None:
     engine.sleep(mode=mode)
     assert answer.done.is_set()
     assert answer.deltas[-1].finish_reason == ("abort" if mode == "abort" else "length")
+
+
+def test_a_pause_in_place_keeps_nothing_of_who_is_about_to_sleep(engine: Engine) -> None:
+    """The order to sleep waits for answers when the pause comes."""
+    answer = begin(engine, tokens=LONG)
+    wait_for(lambda: len(answer.tokens) > 2)
+    thread = threading.Thread(target=engine.sleep, kwargs={"mode": "wait"})
+    thread.start()
+    wait_for(lambda: engine.rests == {"asleep"})
+    engine.pause("in_place")
+    thread.join(120)
+    assert not thread.is_alive() and engine.num_running == 0 and is_empty(engine)
+    assert engine.wake_up() == set() and engine.rests == {"paused"}
+    engine.resume()
+    assert answer.done.wait(120) and answer.deltas[-1].finish_reason == "length"
 
 
 def test_a_paused_engine_stays_paused_when_it_wakes(engine: Engine) -> None:

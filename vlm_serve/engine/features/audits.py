@@ -134,6 +134,7 @@ class Auditor:
             priority=AUDIT_PRIORITY,
             arrival=audited.arrival,
             cold=True,
+            forced=audited.forced[:1],
             adapter=audited.adapter,
         )
         return self.running

@@ -67,7 +67,9 @@ class Pause:
         first = self._loop.groups if mode == "wait" and "asleep" not in self.reasons else ()
         self._first = {each.request.request_id for each in first if not each.request.cold}
         self.reasons |= {why}
-        self._mode, done = mode, Future[None]()
+        # Who sleeps gives the memory of KV back: a pause that comes meanwhile may not keep it.
+        keeps = mode == "in_place" and "asleep" not in self.reasons
+        self._mode, done = mode if keeps or mode != "in_place" else "retract", Future[None]()
         self._told.append(done)
         self._settle()
         return done
@@ -94,8 +96,10 @@ class Pause:
         return "" if self.may_step() else "paused"
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Return False for a request that has come since others are waited for."""
-        return not self._first or sequence.request.request_id in self._first
+        """Return False for a request that has come since others are waited for. A suspect runs
+        alone before all others, so they would wait for it."""
+        awaited = not self._first or sequence.request.request_id in self._first
+        return awaited or bool(sequence.suspect_until)
 
     def may_restart(self, sequence: Sequence) -> bool:
         """Return False while requests keep what they hold."""
