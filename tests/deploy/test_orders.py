@@ -286,3 +286,19 @@ def test_a_moved_answer_does_not_go_on_under_other_weights(
         told = [line for line in lines if line.startswith("data: {")]
     assert json.loads(told[-1].removeprefix("data: "))["error"]["code"] == "weights_changed"
     wait_for(lambda: len(names(client)) == 2, SECONDS)
+
+
+def test_replicas_sleep_by_themselves(place: Path) -> None:
+    """Without the option of orders: nothing is asked of a replica before it serves."""
+    options = (*SMALL, "--idle-sleep", "0.5")
+    with (
+        server_process(str(place / "model"), *options, command="deploy") as made,
+        client_of(made) as client,
+    ):
+        for _ in range(2):
+            wait_for(lambda: client.get("/is_sleeping").json() == {"is_sleeping": True}, SECONDS)
+            assert client.get("/ready").status_code == 200
+            answer = client.post("/v1/chat/completions", json=chat())
+            assert answer.status_code == 200, answer.text
+        for path in ("/pause", "/sleep", UPDATE):
+            assert "--allow-weight-updates" in client.post(path).text
