@@ -157,6 +157,30 @@ def test_replicas_that_end_in_order_are_no_deaths() -> None:
     run(work)
 
 
+def test_an_answer_does_not_go_on_under_other_weights() -> None:
+    """What was only begun does, since nothing of it was delivered."""
+
+    async def work() -> None:
+        for begun, calls in ([START, body(b"data: 1\n\n")], 1), ([START], 2):
+            pool = ScriptedPool([*begun, ReplicaLostError("r1")], [*WHOLE[1:]])
+            gateway = gateway_of(pool)
+            whole = pool.answers
+
+            async def swapped(
+                call: ReplicaCall, whole: Any = whole, orders: Any = gateway.orders
+            ) -> AsyncGenerator[Message, None]:
+                orders.changes += 2
+                async for message in whole(call):
+                    yield message
+
+            pool.answers = swapped  # type: ignore[method-assign]
+            answer = await post(gateway)
+            assert len(pool.calls) == calls
+            assert ("weights_changed" in answer.text) == (calls == 1)
+
+    run(work)
+
+
 def test_a_request_that_makes_a_replica_fail_is_not_sent_to_another() -> None:
     async def work() -> None:
         pool = ScriptedPool([BrokenAnswerError("it failed")], [*WHOLE])

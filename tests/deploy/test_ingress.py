@@ -41,6 +41,7 @@ def test_the_example_can_be_built(keys: str) -> None:
         ({"response_store": "1MiB"}, "response_store needs one replica"),
         ({"media_store": "1MiB"}, "media_store needs one replica"),
         ({"media_files": "1MiB"}, "media_files needs one replica"),
+        ({"allow_weight_updates": True}, "allow_weight_updates is for `vlm-serve deploy`"),
         ({"lora_modules": ["demo=/x"]}, "lora_modules: 'demo' is a name of the model"),
     ],
 )

@@ -191,3 +191,14 @@ def test_serve_carries_the_class_but_not_the_shared_state() -> None:
     named: dict[str, Any] = {"request_router_class": "vlm_serve.deploy.router:AffinityRouter"}
     carried: Any = RequestRouterConfig(**named).get_request_router_class()
     assert carried.update_replicas.__globals__["shared"] is shared
+
+
+def test_who_is_not_admitted_gets_what_names_it_only(
+    adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.SHARED_STATE, "admitted", frozenset({"b"}))
+    candidates = replicas("a", "b")
+    assert ranked(adapter, candidates, request()) == [["b"]]
+    assert ranked(adapter, candidates, request(replica="a")) == [["a"]]
+    monkeypatch.setattr(shared.SHARED_STATE, "admitted", frozenset())
+    assert ranked(adapter, candidates, request()) == []

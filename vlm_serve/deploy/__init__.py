@@ -2,6 +2,7 @@
 
 - `main`: the command `vlm-serve deploy`. It starts a Ray cluster and runs the gateway.
 - `gateway`: the public server. It checks keys, tenants and limits.
+- `orders`: weights, pause and sleep of all replicas.
 - `replica_pool`: the gateway's view of the replicas, with one channel to each.
 - `replica`: an engine and its routes in a Ray actor.
 - `router`: the adapter between Serve's routing and ours.

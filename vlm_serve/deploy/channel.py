@@ -157,6 +157,10 @@ NumberedMessage = tuple[int, Message | None]
 
 BEGUN: Message = {"type": "vlm_serve.begun"}
 """First message of every request: it tells the gateway which replica has the request."""
+ORDER = "vlm_serve.order"
+"""Key of a scope: the name under which an update of weights waits for a decision."""
+READY_TYPE = "vlm_serve.ready"
+"""Type of the message that a replica has read other weights, whose digest is in `weights`."""
 
 
 class Outbox:

@@ -24,15 +24,6 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> S
             "engine_process is not for deploy: a replica is a process of its engine already",
             param="engine_process",
         )
-    if engine.allow_weight_updates:
-        raise ConfigError(
-            "allow_weight_updates is not for deploy: all replicas would have to change at once",
-            param="allow_weight_updates",
-        )
-    if engine.idle_sleep is not None:
-        raise ConfigError(
-            "idle_sleep is not for deploy: replicas do not sleep yet", param="idle_sleep"
-        )
     if deploy.most == 1:
         return server
     loaded = "an adapter would be loaded by one of them only; name adapters by lora_modules"

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm_serve.deploy.gateway_routes import forwarded_scope, response
+from vlm_serve.deploy.gateway_routes import response
+from vlm_serve.deploy.orders import Orders
 from vlm_serve.deploy.replica_pool import (
     BrokenAnswerError,
     ReplicaCall,
@@ -26,6 +27,7 @@ from vlm_serve.deploy.replica_pool import (
     ReplicaPool,
     no_replica,
 )
+from vlm_serve.deploy.replies import error_of, forwarded_scope
 from vlm_serve.deploy.request_keys import keys_of
 from vlm_serve.engine.requests.tenant import Tenant
 from vlm_serve.errors import OverloadedError, VlmServeError
@@ -58,8 +60,10 @@ class Gateway:
         model: the model's name for clients.
         max_open_per_replica: open requests per replica; beyond that, requests are refused.
         adapters: names of adapters, which requests may give in place of the model's.
+        allow_weight_updates: the replicas' option.
 
     Attributes:
+        orders: gives the operator's orders to the replicas.
         num_lost: requests that moved to another replica because theirs was lost.
     """
 
@@ -70,8 +74,11 @@ class Gateway:
         model: str,
         max_open_per_replica: int,
         adapters: frozenset[str] = frozenset(),
+        *,
+        allow_weight_updates: bool = False,
     ) -> None:
         self.config = config
+        self.orders = Orders(pool, config, allowed=allow_weight_updates)
         self.requests = OpenRequests()
         self.num_lost = 0
         self.pool = pool
@@ -79,7 +86,7 @@ class Gateway:
         self._model = model
         self._adapters = adapters
         self._max_open_per_replica = max_open_per_replica
-        self._running: asyncio.Task[None] | None = None
+        self._running: asyncio.Future[Any] | None = None
         self._streams: set[asyncio.Future[None]] = set()
         self._app: ASGIApp = Intake(self._answer, self.memory, config.max_body_bytes)
 
@@ -100,7 +107,7 @@ class Gateway:
     def start(self) -> None:
         """Start to watch the replicas."""
         if self._running is None:
-            self._running = asyncio.ensure_future(self.pool.run())
+            self._running = asyncio.gather(self.pool.run(), self.orders.run())
 
     def end_streams(self) -> None:
         """End the endless streams."""
@@ -153,19 +160,24 @@ class Gateway:
     async def _send(self, call: ReplicaCall, scope: Scope, send: Send) -> None:
         """Send the answer, resuming it on another replica if one is lost.
 
-        A request moves whenever its replica shuts down in order, but survives only one death.
+        A request moves whenever its replica shuts down in order, but survives only one death. What
+        began under other weights than the replicas have now would be told by two models.
         """
         limit = self.config.request_timeout
         deadline = None if limit is None else time.time() + limit
         progress = AnswerProgress(Attempt.first(request_id_of(scope), deadline))
         try:
             while True:
+                if not progress.delivered:
+                    changes = self.orders.changes
                 try:
                     await self._send_one(call, progress, send)
                     return
                 except ReplicaLostError as lost:
                     if call.replica is not None or not progress.can_resume(died=lost.died):
                         raise
+                    if progress.delivered and not self.orders.may_continue(changes):
+                        raise _CHANGED from None
                     names = [lost.replica] if lost.replica else []
                     self.num_lost += 1
                     progress.resume(died=lost.died)
@@ -185,7 +197,7 @@ class Gateway:
             async for message in answers:
                 if progress.started and message["type"] == "http.response.start":
                     parts = [part.get("body", b"") async for part in answers]
-                    raise _refusal(int(message["status"]), b"".join(parts))
+                    raise error_of(int(message["status"]), b"".join(parts))
                 await send(for_client(message))
                 progress.record(message)
 
@@ -226,19 +238,17 @@ class Gateway:
         return rest, named[-1]
 
 
+_CHANGED = OverloadedError(
+    "the replica with this request was lost, and the weights have changed since the answer began",
+    code="weights_changed",
+)
+
+
 class _BrokenOff(Exception):
     """An answer broke off after its status was sent: the connection must be closed."""
 
     def __init__(self, error: VlmServeError) -> None:
         self.error = error
-
-
-def _refusal(status: int, body: bytes) -> VlmServeError:
-    """Return the error of a replica that does not resume an answer."""
-    told = json.loads(body)["error"]
-    error = VlmServeError(told["message"], param=told.get("param"), code=told.get("code"))
-    error.status, error.type = status, told["type"]
-    return error
 
 
 def _broken(error: Exception) -> VlmServeError:
@@ -281,6 +291,12 @@ class AnswerProgress:
             )
         if self._num_tokens <= MAX_TOKENS:
             self._delivery.passed(message)
+
+    @property
+    def delivered(self) -> bool:
+        """True if some of the answer was sent, not only its status and what breaks a silence."""
+        sent = self._delivery.moved
+        return bool(self._num_tokens or sent.delivered)
 
     def can_resume(self, *, died: bool) -> bool:
         """Return True if another replica may resume the answer.

@@ -3,41 +3,36 @@ of Prometheus' exposition format."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope
+from starlette.types import Receive, Scope
 
+from vlm_serve.deploy.orders import PAUSES, RESUMES, SLEEPS, UPDATES, Orders
 from vlm_serve.deploy.replica_pool import (
-    BrokenAnswerError,
     ReplicaCall,
-    ReplicaLostError,
     ReplicaPool,
     no_replica,
 )
-from vlm_serve.errors import OverloadedError, VlmServeError
+from vlm_serve.deploy.replies import Replies, forwarded_scope, replies_of
+from vlm_serve.errors import OverloadedError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.request_memory import RequestMemory
-from vlm_serve.server.http.tenants import TENANT_STATE
 from vlm_serve.system.version import __version__
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PINS = "/v1/cache/pins"
 SECONDS = 2.0
 """Time limit for a replica's reply; a slower replica is left out."""
-
-Replies = Mapping[str, Response]
-"""Replies of the replicas that answered in time, by name."""
 
 
 class GatewayState(Protocol):
@@ -46,6 +41,7 @@ class GatewayState(Protocol):
     config: ServerConfig
     memory: RequestMemory
     num_lost: int
+    orders: Orders
     pool: ReplicaPool
     requests: OpenRequests
 
@@ -62,19 +58,24 @@ async def response(gateway: GatewayState, scope: Scope, receive: Receive) -> Res
 
 
 async def health(gateway: GatewayState, request: Request) -> Response:
-    """Return 200 while any replica is healthy, else 503; what a degraded one says, if one is."""
+    """Return 200 while any replica is healthy, else 503; what a degraded one says, or why one does
+    not serve, if there is one."""
     replies = await ask_all(gateway, request)
+    apart = "; ".join(f"replica {name}: {why}" for name, why in gateway.orders.apart.items())
     if well := [reply for reply in replies.values() if reply.status_code == 200]:
         degraded = (reply for reply in well if b'"degraded"' in reply.body)
-        return next(degraded, JSONResponse({"status": "ok"}))
+        told = {"status": "degraded", "reason": apart} if apart else {"status": "ok"}
+        return next(degraded, JSONResponse(told))
     if not replies:
-        return JSONResponse({"status": "unhealthy", "reason": "no replica answers"}, 503)
+        reason = apart or "no replica answers"
+        return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
     return next(iter(replies.values()))
 
 
 async def ready(gateway: GatewayState, request: Request) -> Response:
     """Return 200 while new requests are accepted, else 503."""
-    if gateway.requests.draining or (await health(gateway, request)).status_code != 200:
+    closed = gateway.requests.draining or gateway.orders.parts
+    if closed or (await health(gateway, request)).status_code != 200:
         return JSONResponse({"status": "not ready"}, status_code=503)
     return JSONResponse({"status": "ready"})
 
@@ -122,6 +123,21 @@ async def flush(gateway: GatewayState, request: Request) -> Response:
     return next(iter(replies.values()))
 
 
+async def follow(gateway: GatewayState, request: Request) -> Response:
+    """Have all replicas follow the operator's order, or none; see `Orders.follow`."""
+    return await gateway.orders.follow(request)
+
+
+async def agreed(gateway: GatewayState, request: Request) -> Response:
+    """Serve GET /is_paused or /is_sleeping: true if all replicas say so."""
+    replies = await ask_all(gateway, request)
+    refusal = _refusal(replies)
+    if refusal is not None:
+        return refusal
+    bodies = [json.loads(bytes(reply.body)) for reply in replies.values()]
+    return JSONResponse({name: all(body[name] for body in bodies) for name in bodies[0]})
+
+
 async def lift_pins(gateway: GatewayState, request: Request) -> Response:
     """Serve DELETE /v1/cache/pins, with or without a key, on all replicas.
 
@@ -149,26 +165,8 @@ async def ask_all(
     """Send a request to all replicas; lost and slow ones are left out."""
     body = await read_body(request, gateway.config.max_body_bytes)
     scope = forwarded_scope(request.scope)
-
-    async def one(name: str) -> tuple[str, Response] | None:
-        try:
-            async with asyncio.timeout(seconds):
-                call = ReplicaCall({**scope, "method": request.method}, body, replica=name)
-                return name, response_of([message async for message in gateway.pool.answers(call)])
-        except (TimeoutError, ReplicaLostError, BrokenAnswerError, VlmServeError):
-            return None
-
-    replies = await asyncio.gather(*map(one, gateway.pool.names))
-    return dict(named for named in replies if named is not None)
-
-
-def response_of(messages: list[Message]) -> Response:
-    """Build a response from the messages of a whole answer."""
-    head, *rest = messages
-    body = b"".join(message.get("body", b"") for message in rest)
-    answer = Response(body, head["status"])
-    answer.raw_headers = list(head.get("headers", ()))
-    return answer
+    call = ReplicaCall({**scope, "method": request.method}, body)
+    return await replies_of(gateway.pool, call, gateway.pool.names, seconds)
 
 
 ROUTES: Mapping[tuple[str, str], Callable[[GatewayState, Request], Awaitable[Response]]] = {
@@ -185,6 +183,9 @@ ROUTES: Mapping[tuple[str, str], Callable[[GatewayState, Request], Awaitable[Res
     ("POST", "/v1/cache/flush"): flush,
     ("POST", "/reset_prefix_cache"): flush,
     ("POST", "/flush_cache"): flush,
+    ("GET", "/is_paused"): agreed,
+    ("GET", "/is_sleeping"): agreed,
+    **{("POST", path): follow for path in (*UPDATES, *PAUSES, *RESUMES, *SLEEPS)},
 }
 
 
@@ -247,29 +248,3 @@ class _Families(Collector):
 
     def collect(self) -> tuple[Metric, ...]:
         return self._families
-
-
-STATE = ("request_id", "tenant_salt", "api_key_digest", TENANT_STATE)
-"""Set by the gateway's authentication; clients cannot set it."""
-CREDENTIALS = (b"authorization", b"x-api-key")
-
-
-def forwarded_scope(scope: Scope, query: bytes | None = None) -> dict[str, Any]:
-    """Return a request's scope for a replica: plain data, without credentials."""
-    state = scope.get("state", {})
-    headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": scope["http_version"],
-        "method": scope["method"],
-        "scheme": scope["scheme"],
-        "path": scope["path"],
-        "raw_path": scope.get("raw_path", scope["path"].encode()),
-        "root_path": "",
-        "query_string": scope["query_string"] if query is None else query,
-        "headers": [pair for pair in headers if pair[0] not in CREDENTIALS],
-        "client": scope["client"],
-        "server": scope["server"],
-        "state": {name: state[name] for name in STATE if name in state},
-    }

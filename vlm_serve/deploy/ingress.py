@@ -60,6 +60,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     )
     assert isinstance(deploy, DeployConfig)
     assert isinstance(server, ServerConfig) and isinstance(engine, EngineConfig)
+    if engine.allow_weight_updates:
+        problem = "is for `vlm-serve deploy`: several gateways could not give orders at once"
+        raise ConfigError(f"allow_weight_updates {problem}", param="allow_weight_updates")
     server = check(deploy, server, engine)
     read_tenant_keys(server.tenant_keys)
     setup = ReplicaSetup(

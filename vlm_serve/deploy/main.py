@@ -117,7 +117,14 @@ def _run(
         Restarts(start)
         pool = ReplicaPool(handle, options.silence_timeout)
         names = frozenset(adapter.name for adapter in named_adapters(setup.engine))
-        gateway = Gateway(pool, config, setup.names[0], max_open_requests(setup), names)
+        gateway = Gateway(
+            pool,
+            config,
+            setup.names[0],
+            max_open_requests(setup),
+            names,
+            allow_weight_updates=engine_config.allow_weight_updates,
+        )
         connections = Connections(config)
         rows = list(
             startup_rows(

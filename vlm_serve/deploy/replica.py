@@ -5,18 +5,22 @@ An answer travels on its gateway's channel, not as the result of its own call.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
-from vlm_serve.deploy.channel import BEGUN, Address, Channels
+from vlm_serve.deploy.channel import BEGUN, ORDER, READY_TYPE, Address, Channels
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.server.api.weights import READY
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.body import receiver
 from vlm_serve.system.child import end_with
@@ -76,6 +80,7 @@ class EngineReplica:
         logging.basicConfig(level=setup.server.log_level.upper(), format=FORMAT)
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()
+        self._decisions: dict[str, Future[bool]] = {}
         self._channels = Channels(LOOPBACK if setup.loopback else node_address())
         engine = Engine.from_checkpoint(setup.model, setup.engine)
         self._service: Service = Service(engine, setup.server, setup.names, mounts=(BatchRoutes,))
@@ -114,6 +119,9 @@ class EngineReplica:
             return False
         outbox = self._channels.outbox(gateway)
         outbox.put(number, BEGUN)
+        order = scope.get(ORDER, "")
+        if order:
+            scope[READY] = self._holding(order, lambda ready: outbox.put(number, ready))
         if keys:
             scope["vlm_serve.affinity"] = tuple(keys)
         if attempt is not None:
@@ -129,9 +137,32 @@ class EngineReplica:
         try:
             await self._app(scope, receiver(body), send)
         finally:
+            self._decide(order, go=False)  # nobody is left who could
             if not lost():
                 outbox.put(number, None)
         return not lost()
+
+    async def decide(self, order: str, *, go: bool, replica: str) -> None:
+        """Have an update that holds read weights swap them, or drop them."""
+        if replica == self.name:
+            self._decide(order, go=go)
+
+    def _holding(self, order: str, tell: Callable[[Message], None]) -> Callable[[str], None]:
+        """Return a function that tells a digest, and waits on its thread for a decision."""
+        decision = self._decisions[order] = Future[bool]()
+        loop = asyncio.get_running_loop()
+
+        def hold(weights: str) -> None:
+            loop.call_soon_threadsafe(tell, {"type": READY_TYPE, "weights": weights})
+            if not decision.result():
+                raise InvalidRequestError("another replica could not take these weights")
+
+        return hold
+
+    def _decide(self, order: str, *, go: bool) -> None:
+        decision = self._decisions.pop(order, None)
+        if decision is not None:
+            decision.set_result(go)
 
     async def open_channel(self, gateway: str, *, replica: str) -> Address | None:
         """Return the address of a gateway's channel; None if this is not the wanted replica."""

@@ -124,7 +124,12 @@ class ReplicaPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the running replicas, as far as known."""
+        """Names of the replicas that serve, as far as known."""
+        return tuple(filter(SHARED_STATE.serves, self.running))
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the running replicas, as far as known; see `admit`."""
         unreachable = self.unreachable
         return tuple(name for name in SHARED_STATE.replicas if name not in unreachable)
 
@@ -137,6 +142,24 @@ class ReplicaPool:
             if channel.silent_seconds > self._timeout
         }
         return silent | self._disconnected
+
+    def admit(self, names: frozenset[str]) -> None:
+        """Let only these replicas serve from now on."""
+        SHARED_STATE.admitted = names
+
+    def expel(self, name: str) -> None:
+        """Have other replicas take over what one does that is no longer admitted."""
+        self._fail_calls(name)
+
+    async def decide(self, name: str, order: str, *, go: bool) -> None:
+        """Tell a replica whether to swap the weights that it has read for an order. Raise
+        ReplicaLostError if it cannot be told."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._handle.decide.remote(order, go=go, replica=name)
+        except Exception as error:
+            _log.warning("replica %s was not told of a decision: %r", name, error)
+            raise _lost(name) from error
 
     async def run(self) -> None:
         """Keep a channel to every replica and watch for silent ones, until cancelled."""
@@ -255,8 +278,10 @@ class ReplicaPool:
         for number, message in batch:
             open_call = self._open.get(number)
             if open_call is not None:
+                late = open_call.replica is None and not SHARED_STATE.serves(name)
                 open_call.replica = name
-                open_call.put(message)
+                # A request may be on its way when its replica is taken out.
+                open_call.put(_lost(name) if late else message)
 
     def _fail_calls(self, name: str) -> None:
         for open_call in self._open.values():

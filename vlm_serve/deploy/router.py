@@ -31,7 +31,8 @@ MAX_OPEN = 65_536
 class AffinityRouter(RequestRouter):
     """Sends requests where their prefix may be cached.
 
-    A request with `replica` goes there only. Replicas in `avoid` come last. No
+    A request with `replica` goes there only. Replicas in `avoid` come last, and those that are not
+    admitted get no others. No
     method raises: an exception would stop all of Serve's routing.
     """
 
@@ -54,7 +55,8 @@ class AffinityRouter(RequestRouter):
             return self._ranked(candidate_replicas, _arguments(pending_request))
         except Exception:
             _log.exception("routing failed; the request may go to any replica")
-            return [list(candidate_replicas)]
+            serves = shared.SHARED_STATE.serves
+            return [[each for each in candidate_replicas if serves(each.replica_id.unique_id)]]
 
     def _ranked(
         self, candidates: Sequence[RunningReplica], arguments: dict[str, Any]
@@ -64,6 +66,9 @@ class AffinityRouter(RequestRouter):
         if wanted is not None:
             return [[by_name[wanted]]] if wanted in by_name else []
         self._settle()
+        by_name = {name: by_name[name] for name in by_name if shared.SHARED_STATE.serves(name)}
+        if not by_name:
+            return []
         views = [self._view(name, replica.routing_stats) for name, replica in by_name.items()]
         names = self._router.choose(arguments.get("keys", ()), UNKNOWN_TOKENS, views)
         avoided = set(arguments.get("avoid", ()))

@@ -17,6 +17,7 @@ class SharedState:
 
     Attributes:
         replicas: names of the running replicas.
+        admitted: those of them that serve; None: all. Written by the gateway.
         retired: the last MAX_RETIRED replicas to shut down in order, or about to.
         routed: request number -> its replica, until the answer has ended.
         usage: request number -> its usage, from the end of the answer until a router takes it. The
@@ -24,9 +25,14 @@ class SharedState:
     """
 
     replicas: tuple[str, ...] = ()
+    admitted: frozenset[str] | None = None
     retired: tuple[str, ...] = ()
     routed: dict[int, str] = field(default_factory=dict)
     usage: dict[int, RequestUsage] = field(default_factory=dict)
+
+    def serves(self, name: str) -> bool:
+        """Return True if a running replica gets requests."""
+        return self.admitted is None or name in self.admitted
 
     def finish(self, number: int, usage: RequestUsage | None) -> None:
         """Note the end of an answer and its usage, None if unknown. For the gateway."""

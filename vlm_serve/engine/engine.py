@@ -220,6 +220,7 @@ class Engine(RequestMaker):
         abort: bool = False,
         flush: bool = False,
         below: Path | None = None,
+        ready: Callable[[WeightsIdentity], object] | None = None,
     ) -> WeightsIdentity:
         """Change the model's weights, all or nothing; needs the option `allow_weight_updates`.
 
@@ -235,6 +236,7 @@ class Engine(RequestMaker):
             abort: end the requests in flight instead.
             flush: empty the cache too. Nothing in it is wrong: it serves whoever goes back.
             below: see `WeightReader.from_folder`.
+            ready: see `WeightUpdates.update`.
 
         Returns:
             The digests of the weights: those of a cold start from such files.
@@ -247,7 +249,7 @@ class Engine(RequestMaker):
         if updates is None:
             raise InvalidRequestError("start with allow_weight_updates to change the weights")
         with self._only_update():
-            identity = updates.update(source, self.call, abort=abort, below=below)
+            identity = updates.update(source, self.call, abort=abort, below=below, ready=ready)
             self.weight_version = self.weight_version if version is None else version
             self.preprocessor.renew(identity)
         if flush:

@@ -15,10 +15,7 @@ from make_checkpoint import make_checkpoint
 from serving import RunningServer, chat_body, ok, running
 from waiting import wait_for
 
-from vlm_serve.deploy.checks import check
-from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.engine.engine import Engine
-from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
@@ -167,8 +164,3 @@ def test_it_sleeps_by_itself(start: Start, model: Path) -> None:
             assert again == first and boundary > 0
         with made.client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as now:
             assert now.status_code == 200
-
-
-def test_replicas_do_not_sleep() -> None:
-    with pytest.raises(ConfigError, match="idle_sleep is not for deploy"):
-        check(DeployConfig(), ServerConfig(), EngineConfig(idle_sleep=60.0))

@@ -18,10 +18,7 @@ from make_checkpoint import make_checkpoint
 from safetensors.torch import load_file, save, save_file
 from serving import RunningServer, chat_body, running
 
-from vlm_serve.deploy.checks import check
-from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.engine.engine import Engine
-from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.api.weights import _is_local
 from vlm_serve.server.config import ServerConfig
@@ -230,8 +227,3 @@ def test_which_clients_are_of_this_machine() -> None:
         assert _is_local(client)
     for client in (("10.0.0.1", 9), ("::ffff:10.0.0.1", 9), ("fe80::1", 9), ("here", 9)):
         assert not _is_local(client)
-
-
-def test_replicas_do_not_change_their_weights() -> None:
-    with pytest.raises(ConfigError, match="allow_weight_updates is not for deploy"):
-        check(DeployConfig(), ServerConfig(), config())

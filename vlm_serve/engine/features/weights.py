@@ -8,7 +8,7 @@ begun starts again under keys that name the new ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -202,6 +202,7 @@ class WeightUpdates:
         *,
         abort: bool = False,
         below: Path | None = None,
+        ready: Callable[[WeightsIdentity], object] | None = None,
     ) -> WeightsIdentity:
         """Read weights on this thread, have them take the place of the old ones, and return what
         names them. Not thread-safe.
@@ -211,6 +212,9 @@ class WeightUpdates:
             call: runs a function between two steps.
             abort: requests in flight end, instead of starting again under the new weights.
             below: see `WeightReader.from_folder`.
+            ready: called with what names the new weights once they are read and checked. It may
+                wait, for other engines that change with this one, while requests go on; what it
+                raises ends the update, and nothing has changed.
 
         Raises:
             InvalidRequestError: the weights cannot be used. Nothing has changed then.
@@ -222,6 +226,10 @@ class WeightUpdates:
                 model = self._reader.from_file(Path(source), call)
             else:
                 model = self._reader.from_folder(Path(source), call, below)
+            if ready is not None:
+                with self._beside_adapters(model):
+                    named = WeightsIdentity(model.fingerprint, model.tower_fingerprint)
+                ready(named)
             call(lambda: self._swap_beside_adapters(model, abort=abort))
             return self.identity
         except (CheckpointError, ConfigError) as error:
@@ -229,8 +237,11 @@ class WeightUpdates:
         finally:
             self._reader.new.drop(call)
 
+    def _beside_adapters(self, model: Model) -> AbstractContextManager[None]:
+        return self._adapters.kept_by(model.origin.digests) if self._adapters else nullcontext()
+
     def _swap_beside_adapters(self, model: Model, *, abort: bool) -> None:
-        with self._adapters.kept_by(model.origin.digests) if self._adapters else nullcontext():
+        with self._beside_adapters(model):
             self._swap(model, abort=abort)
 
     def _swap(self, model: Model, *, abort: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.api.adapters import MAX_PATH, folder_below
@@ -23,11 +25,15 @@ from vlm_serve.system.hosts import is_loopback
 from vlm_serve.system.private_files import is_own
 
 if TYPE_CHECKING:
+    from vlm_serve.server.config import ServerConfig
     from vlm_serve.server.service import Service
 
 _FORMATS = (None, "auto", "safetensors")
 _SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has the segments of POSIX shared memory, by their names."""
+READY = "vlm_serve.ready"
+"""Key of an ASGI scope, which no client can write: a function that is called on a thread with the
+digest of new weights before they take the place of the old ones. What it raises drops them."""
 _PICKLES = (
     "holds pickles, which run code when they are read: write the tensors as safetensors into "
     "shared memory, and name that in shared_memory"
@@ -75,7 +81,7 @@ async def update_weights_from_disk(service: Service, request: Request) -> Respon
     body = await read_json(service, request, UpdateWeights)
     root, path = folder_below(allowed, body.model_path, "model_path", "allowed_weights_path")
     return await _updated(
-        service, body, path, f"the weights are those of {body.model_path!r}", root
+        service, request, body, path, f"the weights are those of {body.model_path!r}", root
     )
 
 
@@ -97,7 +103,7 @@ async def update_weights_from_tensor(service: Service, request: Request) -> Resp
         raise FieldError("serialized_named_tensors", _PICKLES)
     path = _segment(body.shared_memory.removeprefix("/"))
     with renamed_params({"model_path": "shared_memory"}):
-        return await _updated(service, body, path, f"tensors came from {path.name!r}")
+        return await _updated(service, request, body, path, f"tensors came from {path.name!r}")
 
 
 def _segment(name: str) -> Path:
@@ -118,7 +124,12 @@ def _segment(name: str) -> Path:
 
 
 async def _updated(
-    service: Service, body: _Update, path: Path, message: str, below: Path | None = None
+    service: Service,
+    request: Request,
+    body: _Update,
+    path: Path,
+    message: str,
+    below: Path | None = None,
 ) -> Response:
     """Update the weights from a path, and answer so."""
     if body.load_format not in _FORMATS:
@@ -130,6 +141,7 @@ async def _updated(
         abort=body.abort_all_requests,
         flush=body.flush_cache,
         below=below,
+        **_together(request),
     )
     identity = await asyncio.to_thread(update)
     answer = WeightsUpdated(
@@ -138,6 +150,12 @@ async def _updated(
         weight_version=service.engine.weight_version,
     )
     return JSONResponse(answer.model_dump())
+
+
+def _together(request: Request) -> dict[str, Any]:
+    """Return the option of an engine that swaps its weights together with others."""
+    ready: Callable[[str], object] | None = request.scope.get(READY)
+    return {} if ready is None else {"ready": lambda identity: ready(identity.whole.hex())}
 
 
 def _allowed(service: Service, request: Request) -> Path:
@@ -152,13 +170,25 @@ def _allowed(service: Service, request: Request) -> Path:
 
 def check_operator(service: Service, request: Request) -> None:
     """Refuse whoever may not change the weights of this server, pause it or send it to sleep."""
-    refuse_tenants(request.scope)
-    refuse_foreign_scripts(request.scope, service.config)
-    if not service.engine.config.allow_weight_updates:
+    check_authority(
+        request.scope, service.config, allowed=service.engine.config.allow_weight_updates
+    )
+
+
+def check_authority(scope: Scope, config: ServerConfig, *, allowed: bool) -> None:
+    """Refuse as `check_operator` does.
+
+    Args:
+        config: of the server.
+        allowed: weights may be changed at all.
+    """
+    refuse_tenants(scope)
+    refuse_foreign_scripts(scope, config)
+    if not allowed:
         raise InvalidRequestError(
             "this server's weights cannot be changed: start it with --allow-weight-updates"
         )
-    if not (service.config.api_key or _is_local(request.scope.get("client"))):
+    if not (config.api_key or _is_local(scope.get("client"))):
         raise PermissionDeniedError(
             "without an API key, that is for clients on this machine only", code="not_local"
         )
