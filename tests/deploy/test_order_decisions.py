@@ -26,13 +26,14 @@ class Replicas:
     def __init__(self, **at: str) -> None:
         self.at, self.weights = at, {"r1": OLD, "r2": OLD}
         self.admitted: frozenset[str] = frozenset()
+        self.away: set[str] = set()
         self.expelled: list[str] = []
         self.told: list[tuple[str, str]] = []
         self._decided: dict[str, asyncio.Future[bool]] = {}
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(self.weights)
+        return tuple(name for name in self.weights if name not in self.away)
 
     def admit(self, names: frozenset[str]) -> None:
         self.admitted = names
@@ -131,6 +132,41 @@ def test_a_replica_lost_while_it_swaps_is_taken_out_and_brought_to_the_new_weigh
             await asyncio.sleep(0.01)
         assert replicas.weights["r2"] == NEW and not orders.apart
         running.cancel()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/pause_generation"])
+def test_a_replica_out_of_reach_during_an_order_serves_only_once_it_has_followed(path: str) -> None:
+    """It comes back before anybody has looked."""
+
+    async def work() -> None:
+        replicas = Replicas()
+        orders, running = await begun(replicas)
+        replicas.away, told = {"r2"}, len(replicas.told)
+        assert (await orders.follow(request(path))).status_code == 200
+        replicas.away = set()
+        assert replicas.admitted == {"r1"} and ("r2", path) not in replicas.told[told:]
+        while len(replicas.admitted) < 2:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        assert ("r2", path) in replicas.told[told:]
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_pause_goes_on_everywhere_if_one_refuses_to_end_it() -> None:
+    async def work() -> None:
+        replicas = Replicas()
+        orders, running = await begun(replicas)
+        running.cancel()
+        assert (await orders.follow(request("/pause_generation"))).status_code == 200
+        replicas.at["r2"], told = "/continue_generation", len(replicas.told)
+        with pytest.raises(VlmServeError) as caught:
+            await orders.follow(request("/continue_generation"))
+        assert caught.value.message == "replica r2: no room"
+        of_first = [path for name, path in replicas.told[told:] if name == "r1"]
+        assert of_first[0] == "/continue_generation" and of_first[-1] == "/pause_generation"
 
     asyncio.run(asyncio.wait_for(work(), 30))
 

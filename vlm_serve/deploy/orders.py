@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
 AGAIN_SECONDS = 10.0
-"""Between two tries to bring a replica to the deployment's state."""
+"""After a try in vain to bring a replica to the deployment's state, before the next one."""
 UPDATES = ("/update_weights_from_disk", "/update_weights_from_tensor")
 PAUSES = ("/pause", "/pause_generation")
 RESUMES = ("/resume", "/continue_generation")
@@ -192,14 +192,17 @@ class Orders:
         running = self._pool.running
         if not running:
             raise no_replica()
+        # One out of reach is not given the order. It may be back before `run` looks again, so it
+        # serves no longer from here on: whoever serves has followed.
+        self._serve(self._serving.intersection(running))
         return tuple(name for name in running if name in self._serving) or running
 
     async def _join(self, name: str) -> None:
         """Bring a replica to the deployment's state and let it serve, or say why it cannot."""
-        self._tried[name] = time.monotonic()
         try:
             await self._bring(name)
         except Exception as error:
+            self._tried[name] = time.monotonic()
             reason = f"it could not be asked ({type(error).__name__})"
             reason = error.message if isinstance(error, VlmServeError) else reason
             if self.apart.get(name) != reason:
@@ -225,15 +228,15 @@ class Orders:
             changed = "the folder of the last update has changed: update from another one"
             raise VlmServeError(changed if self._source is not None else self._lost)
         await self._match(name)
-        if self._paused:
-            await self._ask(_own(PAUSES[1], {"mode": "retract"}), name)
 
     async def _match(self, name: str) -> None:
-        """Have a replica sleep as the deployment does, and go on if that is not paused."""
+        """Have a replica sleep and pause as the deployment does."""
         for path, tags in ((SLEEPS[3], _PARTS - self.parts), (SLEEPS[1], self.parts)):
             if tags:
                 await self._ask(_own(path, {"tags": sorted(tags)}), name)
-        if not self._paused:
+        if self._paused:
+            await self._ask(_own(PAUSES[1], {"mode": "retract"}), name)
+        else:
             await self._ask(_own(RESUMES[1], {}), name)
 
     async def _match_all(self, names: Iterable[str]) -> None:
