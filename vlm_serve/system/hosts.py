@@ -6,9 +6,8 @@ import ipaddress
 
 
 def is_loopback(name: str) -> bool:
-    """Return True if a host name or address always means the local machine."""
-    name = name.lower().removesuffix(".")
-    if name == "localhost" or name.endswith(".localhost"):
+    """Return True for `localhost` and loopback addresses, which every resolver finds here."""
+    if name == "localhost":
         return True
     try:
         return ipaddress.ip_address(name).is_loopback

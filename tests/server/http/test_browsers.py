@@ -12,7 +12,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.declared import options_of
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.browsers import for_browsers, host_name
+from vlm_serve.server.http.browsers import for_browsers, host_name, is_local_name
 from vlm_serve.server.main import is_open_to_all
 
 ORIGIN = "https://app.example"
@@ -79,6 +79,8 @@ def test_names_and_ports_are_told_apart() -> None:
     assert [host_name(text) for text in ("a:1", "a", "[::1]:80", "[::1]", "")] == [
         "a", "a", "::1", "::1", "",
     ]  # fmt: skip
+    assert not is_local_name("") and not is_local_name("1") and is_local_name("::1")
+    assert all(map(is_local_name, ("LOCALHOST.", "app.localhost", "127.1.2.3")))
 
 
 def test_other_origins_may_read_nothing_unless_asked_for(server: RunningServer) -> None:

@@ -46,7 +46,7 @@ def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
             allow_credentials=config.allow_credentials,
         )
     # No browser reaches a Unix socket; a proxy before it knows its own names.
-    if config.allowed_hosts or (config.uds is None and is_loopback(config.host)):
+    if config.allowed_hosts or (config.uds is None and is_local_name(config.host)):
         app = HostCheck(app, config.allowed_hosts)
     return app
 
@@ -54,7 +54,13 @@ def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 def is_unguarded(config: ServerConfig) -> bool:
     """Return True if anybody with access to an address beyond loopback may ask without a key."""
     has_keys = bool(config.api_key) or config.tenant_keys is not None
-    return not has_keys and config.uds is None and not is_loopback(config.host)
+    return not has_keys and config.uds is None and not is_local_name(config.host)
+
+
+def is_local_name(name: str) -> bool:
+    """Return True if a host name or address means the local machine to a browser."""
+    name = name.lower().removesuffix(".")
+    return name.endswith(".localhost") or is_loopback(name)
 
 
 def host_name(header: str) -> str:
@@ -97,5 +103,5 @@ class HostCheck:
         for name, value in scope["headers"]:
             if name == b"host":
                 host = host_name(value.decode("latin-1")).lower().removesuffix(".")
-                return host in self._allowed or is_loopback(host)
+                return host in self._allowed or is_local_name(host)
         return True

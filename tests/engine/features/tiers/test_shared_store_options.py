@@ -70,6 +70,8 @@ def test_unknown_parameters() -> None:
 def test_another_machine_needs_tls_and_the_key(key: Path) -> None:
     far = "redis://user:secret@192.0.2.1"
     assert "use rediss:// or valkeys:// (TLS)" in refused(shared_store=far)
+    for name in ("db.localhost", "localhost."):  # what a resolver may find elsewhere
+        assert "(TLS)" in refused(shared_store=f"redis://{name}")
     insecure = {"shared_store": far, "shared_store_insecure": True}
     assert "shared_store_key_file is needed" in refused(**insecure)
     assert "is needed" in refused(shared_store="valkeys://cache.internal")
