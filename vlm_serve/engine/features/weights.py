@@ -31,6 +31,11 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors by their names in a checkpoint's files."""
 
 
+def identity_of(model: Model) -> WeightsIdentity:
+    """Return what names a model's weights."""
+    return WeightsIdentity(model.fingerprint, model.tower_fingerprint)
+
+
 class WeightReader:
     """Reads a model like the one that is served. Not thread-safe.
 
@@ -160,8 +165,7 @@ class WeightUpdates:
     @property
     def identity(self) -> WeightsIdentity:
         """The weights that compute the next step."""
-        model = self._reader.model
-        return WeightsIdentity(model.fingerprint, model.tower_fingerprint)
+        return identity_of(self._reader.model)
 
     def on_added(self, group: SequenceGroup) -> None:
         """Key a request anew whose prompt was prepared under other weights."""
@@ -228,8 +232,8 @@ class WeightUpdates:
                 model = self._reader.from_folder(Path(source), call, below)
             if ready is not None:
                 with self._beside_adapters(model):
-                    named = WeightsIdentity(model.fingerprint, model.tower_fingerprint)
-                ready(named)
+                    pass  # raises if an adapter stands in the way
+                ready(identity_of(model))
             call(lambda: self._swap_beside_adapters(model, abort=abort))
             return self.identity
         except (CheckpointError, ConfigError) as error:

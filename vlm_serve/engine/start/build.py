@@ -29,6 +29,7 @@ from vlm_serve.engine.features.endings.endings import EndingMode
 from vlm_serve.engine.features.table import Features, Options
 from vlm_serve.engine.features.tiers.loading import make_tiers
 from vlm_serve.engine.features.tiers.shared_store import SharedAddress, find_store
+from vlm_serve.engine.features.weights import identity_of
 from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide, with_plain_ops
 from vlm_serve.engine.numerics.dependence import parts_of
 from vlm_serve.engine.numerics.invariance import exact_only
@@ -74,7 +75,7 @@ from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import WeightBytes, check_stored, weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.preprocess.identity.keys import RootFields, WeightsIdentity
+from vlm_serve.preprocess.identity.keys import RootFields
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
@@ -444,7 +445,7 @@ def _preprocessor(
         source.path,
         block_size=config.block_size,
         root_key=root,
-        weights=WeightsIdentity(model.fingerprint, model.tower_fingerprint),
+        weights=identity_of(model),
         family=model.spec.family,
         config=model.spec.config,
         limits=_media_limits(config),
