@@ -29,7 +29,7 @@ from vlm_serve.preprocess.identity.prompt import Prompt
 
 
 class Spell(NamedTuple):
-    """From which token of an answer on other weights compute.
+    """Weights that compute an answer from some token on.
 
     Attributes:
         token: of the answer.
@@ -147,7 +147,7 @@ class Client:
         return self.spells.setdefault(choice, [Spell(0, 0, self.weights)])
 
     def _digests(self, choice: int, token_ids: list[int]) -> list[bytes]:
-        """What a choice leaves of each prefix, computed by the weights of its spells."""
+        """Return the digest of each prefix, computed by the weights of the spells of a choice."""
         prompt, digests = self.group.request.prompt, list[bytes]()
         for spell in self._spells(choice):
             if spell.token <= len(token_ids) - len(prompt):

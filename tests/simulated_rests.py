@@ -33,7 +33,7 @@ class RestSimulation(WeightSimulation):
         self._rest_rate = self._rests.choice([0.01, 0.05, 0.1])
         self.last_step_time = 0.0
         self._falling: tuple[frozenset[Part], Future[None]] | None = None
-        """What is given back as soon as the requests in flight are as the order says."""
+        """Parts that are given back as soon as the requests in flight are as the order says."""
         pause = self.features.get(Pause)
         assert pause is not None
         self.pause = pause
@@ -156,7 +156,7 @@ class RestSimulation(WeightSimulation):
         self.counts["updates asleep"] += bool(self.sleep.parts)
 
     def _in_device(self) -> set[Any]:
-        """What tiers that never fail and have room must hold later."""
+        """Return the entries that tiers which never fail and have room must hold later."""
         stores = self.tiers.stores if self.tiers.fetcher is not None else []
         if len(stores) != 1 or stores[0]._error_rate or stores[0].max_bytes < 1_000_000:
             return set()

@@ -214,7 +214,7 @@ def continued(
 
 
 def mixed(prefix: bytes, weights: bytes) -> bytes:
-    """What is left of a prefix, read by other weights than those that computed it."""
+    """Return the digest of a prefix read by other weights than those that computed it."""
     return hashlib.blake2b(prefix + weights, digest_size=12).digest()
 
 
@@ -288,7 +288,7 @@ class _Known:
         self.spans = self._spans()
 
     def under(self, weights: bytes, kept: int = 0) -> None:
-        """What has come so far, for other weights to compute behind so many tokens."""
+        """Have other weights compute what has come so far behind so many tokens."""
         self.weights, self.kept = weights, kept
         self.old = {at: each for at, each in self.old.items() if at < kept}
         self.before = (self.before or self.digests) if kept else []

@@ -46,7 +46,7 @@ from vlm_serve.kernels.paged_attention import attention_decode, attention_prefil
 from vlm_serve.kernels.rope import Rotation
 
 STATES, DIM = 128, 64
-"""Of a head of Mamba2."""
+"""State and head dimension of Mamba2."""
 
 
 def _sizes(name: str, heads: tuple[int, int, int], moe: tuple[int, int, int], at: int) -> Shapes:

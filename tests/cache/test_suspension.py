@@ -35,7 +35,7 @@ def test_resuming_is_exact_partial_block_included(length: int, has_state: bool) 
 
 @pytest.mark.parametrize("suspended", [False, True])
 def test_a_secluded_request_keeps_its_path_and_adds_nothing(suspended: bool) -> None:
-    """It reads what it has published before the weights changed."""
+    """Published nodes stay readable for it after the weights have changed."""
     world = make_world()
     run = world.start(Text(numbers(17)))
     assert run is not None

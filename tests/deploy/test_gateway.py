@@ -158,7 +158,7 @@ def test_replicas_that_end_in_order_are_no_deaths() -> None:
 
 
 def test_an_answer_does_not_go_on_under_other_weights() -> None:
-    """What was only begun does, since nothing of it was delivered."""
+    """An answer that was only begun does, since nothing of it was delivered."""
 
     async def work() -> None:
         for begun, calls in ([START, body(b"data: 1\n\n")], 1), ([START], 2):

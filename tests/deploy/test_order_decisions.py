@@ -1,4 +1,4 @@
-"""What becomes of an order when replicas fail in the middle of it, without a cluster."""
+"""Orders whose replicas fail in the middle, without a cluster."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_replica_lost_while_it_swaps_is_taken_out_and_brought_to_the_new_weigh
 
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/pause_generation"])
 def test_a_replica_out_of_reach_during_an_order_serves_only_once_it_has_followed(path: str) -> None:
-    """It comes back before anybody has looked."""
+    """The replica comes back before anybody has looked."""
 
     async def work() -> None:
         replicas = Replicas()

@@ -81,7 +81,7 @@ def names(client: httpx.Client) -> list[str]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    """Both replicas serve."""
+    """Return a client of a server whose replicas both serve."""
     with client_of(server) as client:
         wait_for(lambda: len(names(client)) == 2, SECONDS)
         yield client
@@ -139,7 +139,7 @@ def test_only_the_operator_gives_orders(server: ServerProcess, client: httpx.Cli
 def test_a_replica_that_dies_comes_back_with_the_weights_of_now(
     server: ServerProcess, client: httpx.Client
 ) -> None:
-    """It starts with those of the command line, and gets no request before it has these."""
+    """The replica starts with those of the command line, and serves once it has these."""
     second, before = update(client, "second"), set(names(client))
     assert client.post("/pause", params={"mode": "keep"}).status_code == 200
     os.kill(replica_pids(server.process.pid)[0], signal.SIGKILL)
@@ -241,7 +241,7 @@ def test_all_sleep_and_wake(client: httpx.Client) -> None:
 def test_a_replica_that_cannot_have_the_weights_stays_out(
     server: ServerProcess, client: httpx.Client, place: Path
 ) -> None:
-    """They came from memory; a folder has them for all again. The others serve meanwhile."""
+    """The weights came from memory; a folder has them for all again. The others serve meanwhile."""
     (file,) = (place / "allowed" / "first").glob("*.safetensors")
     name, norm = next((n, t) for n, t in load_file(file).items() if n.endswith("norm.weight"))
     content = save({name: norm * 1.25})
@@ -289,7 +289,7 @@ def test_a_moved_answer_does_not_go_on_under_other_weights(
 
 
 def test_replicas_sleep_by_themselves(place: Path) -> None:
-    """Without the option of orders: nothing is asked of a replica before it serves."""
+    """Replicas serve at once where no orders are allowed, and fall asleep alone."""
     options = (*SMALL, "--idle-sleep", "0.5")
     with (
         server_process(str(place / "model"), *options, command="deploy") as made,

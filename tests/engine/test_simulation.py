@@ -222,7 +222,7 @@ def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
 
 
 def test_a_pause_waits_for_a_suspect_that_it_does_not_name() -> None:
-    """This seed orders to sleep behind the answers in flight while a cold request, for which nobody
+    """The seed orders to sleep behind the answers in flight while a cold request, for which nobody
     waits, is a suspect: it runs alone before the others, so it has to be let in."""
     counts = RestSimulation(16, replays=True, ahead=True).run(STEPS)
     assert counts["asleep wait"] and counts["failures"]

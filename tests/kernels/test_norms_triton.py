@@ -62,7 +62,7 @@ def test_gates_before_norms_of_heads_with_factors_of_their_own(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_have_parts_of_a_row(dtype: torch.dtype) -> None:
-    """With the squares of all parts a part has the norm of the whole row."""
+    """A part has the norm of the whole row if it is given the squares of all parts."""
     fused, weight = randn(3, 240, dtype=dtype), randn(160, seed=2)
     gate, x = fused[:, None, :160], randn(3, 1, 160, dtype=dtype, seed=1)
     parts = [slice(0, 80), slice(80, 160)]

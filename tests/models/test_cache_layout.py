@@ -39,6 +39,6 @@ def test_how_they_lie_does_not_change_what_is_stored() -> None:
 
 
 def test_a_rank_has_its_part_of_each_kind_of_head() -> None:
-    """Of 8 heads of 32, and of 2 of 16 twice, which four ranks repeat."""
+    """Each rank has its part of 8 heads of 32, and of 2 of 16 twice, which four ranks repeat."""
     pool = Pool("conv", "inputs", "row", (320, 3), split=0, heads=((8, 32), (2, 16), (2, 16)))
     assert [pool.of_rank(ranks).entry for ranks in (1, 2, 4)] == [(320, 3), (160, 3), (96, 3)]

@@ -31,8 +31,8 @@ SPECS = {
     )
     for kind, shapes in FAMILIES.items()
 }
-"""With two heads of keys and values, which four ranks repeat, as all do with the B and C of the
-one group that Granite's Mamba2 layers have."""
+"""Models with two heads of keys and values, which four ranks repeat, as all do with the B and C of
+the one group that Granite's Mamba2 layers have."""
 
 
 def _logits(path: Path, ranks: Ranks, compiled: bool) -> torch.Tensor:

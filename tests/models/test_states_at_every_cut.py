@@ -45,9 +45,9 @@ def driver_of(path: Path, *, compiled: bool, dtype: torch.dtype) -> Driver:
 def test_every_cut_goes_on_with_the_bits_of_the_whole(
     tmp_path: Path, name: str, compiled: bool, dtype: torch.dtype
 ) -> None:
-    """All at once in a step: prompts of a token and more, whose rows are snapshots afterwards, then
-    what follows each of them, by slices, by decoding and as drafts that hold. Products of torch
-    promise no bits to tokens that are decoded in company."""
+    """Run all at once in a step: prompts of a token and more, whose rows are snapshots afterwards,
+    then what follows each of them, by slices, by decoding and as drafts that hold. Products of
+    torch promise no bits to tokens that are decoded in company."""
     path = make_checkpoint(tmp_path, replace(SPECS[name], dtype=str(dtype)[6:]))
     driver = driver_of(path, compiled=compiled, dtype=dtype)
     whole = text_sequence(TOKENS[:LENGTH])

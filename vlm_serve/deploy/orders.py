@@ -70,7 +70,7 @@ class Orders:
         self._source: ReplicaCall | None = None
         """The update from a folder that brings a replica from its start to the weights."""
         self._lost = _NO_START
-        """Why there is no such update."""
+        """The reason if there is no such update."""
         self._paused = False
         self._serving: frozenset[str] = frozenset()
         self._tried: dict[str, float] = {}

@@ -23,7 +23,7 @@ from vlm_serve.server.http.tenants import TENANT_STATE
 Replies = Mapping[str, Response]
 """Replies of the replicas that answered in time, by name."""
 FAILURES = (ReplicaLostError, BrokenAnswerError, VlmServeError)
-"""What asking one replica may raise."""
+"""Errors that asking one replica may raise."""
 
 
 async def replies_of(
